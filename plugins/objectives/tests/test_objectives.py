@@ -371,7 +371,7 @@ def test_objectives_are_listed_and_found_by_name_with_options():
         ({"name": "dpo", "beta": -1.0}, ["objective 'dpo'", "beta: ", "greater than 0", "got -1.0"]),
         ({"name": "dpo", "beta": "1"}, ["beta: ", "got '1'"]),
         ({"name": "dpo", "loss": "sigmod"}, ["loss: ", "'sigmoid', 'robust'", "got 'sigmod'"]),
-        ({"name": "dpo", "loss": "ipo", "label_smoothing": 0.1}, ["label_smoothing=0.1 means nothing to loss='ipo'"]),
+        ({"name": "dpo", "loss": "ipo", "label_smoothing": 0.1}, ["label_smoothing=0.1 has no effect on loss='ipo'"]),
         ({"name": "dpo", "loss": "exo_pair"}, ["set it above 0"]),
         ({"name": "grpo", "normalize": "constant"}, ["max_tokens=None", "Set both, or neither"]),
         ({"name": "grpo", "max_tokens": 5}, ["normalize='sequence' with max_tokens=5"]),

@@ -150,8 +150,8 @@ def test_sizes_and_a_length_are_enough(tmp_path):
     [
         ([], "give one of --world"),
         (["--world", "2", "--gpus", "2"], "not --world and --gpus"),
-        (["--world", "2", "--max-nodes", "1"], "--max-nodes belongs to --gpus"),
-        (["--gpus", "2", "--ranks", "2"], "--ranks belongs to --calibrate"),
+        (["--world", "2", "--max-nodes", "1"], "--max-nodes needs --gpus"),
+        (["--gpus", "2", "--ranks", "2"], "--ranks needs --calibrate"),
         (["--world", "8", "--set", "tp_size=3"], "sizes do not fill the world"),
         (["--world", "8", "--set", "batch_size=3"], "batch_size"),
     ],

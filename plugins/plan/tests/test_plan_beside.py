@@ -81,7 +81,7 @@ def test_a_plan_alone_starts_nothing(tmp_path):
     path = str(_file(tmp_path, plan={"device": _device(tmp_path, memory_bytes=100_000)}))
     shown, refused = run_command("train", path, "--plan-only"), run_command("train", path)
     assert shown.returncode == 0, shown.stderr
-    assert "memory of a rank at its peak" in shown.stdout
+    assert "peak memory per rank" in shown.stdout
     assert (refused.returncode, refused.stderr[:30]) == (2, "error: the run does not fit: a")
     assert not (tmp_path / "out").exists()
 

@@ -163,7 +163,7 @@ def test_a_deep_model_is_drawn_with_few_blocks_and_says_so():
     job = PlannedLayout("fsdp2", 2, layers=40, microbatches=1).build_deep_job()
     subject = collect_plot_data(job, DEVICE, plan_job(job, DEVICE, [0]))
     assert (subject.drawn_layers, subject.layers) == (10, 40)
-    assert "a model of 10 blocks, not of all 40" in render_page(subject)
+    assert "10 of the 40 blocks" in render_page(subject)
     # The trace's own, not that of all blocks.
     assert subject.reserved_bytes == [
         compute_reserved_bytes(found, workspace=DEVICE.library_bytes) for found in subject.traces

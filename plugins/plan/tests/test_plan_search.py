@@ -207,8 +207,8 @@ def test_the_run_file_that_is_written_trains(tmp_path):
     [
         ({"gpus": 0}, "--gpus 0 must be at least 1"),
         ({"device": "h100-80"}, "there is no device 'h100-80'. Did you mean"),
-        ({"batch_tokens": "4Q"}, "'4Q' is no number of tokens"),
-        ({"batch_tokens": "100"}, "100 tokens, which do not divide into sequences of data.seq_len=16. Use 96"),
+        ({"batch_tokens": "4Q"}, "'4Q' is not a number of tokens"),
+        ({"batch_tokens": "100"}, "100 tokens, which is not a multiple of data.seq_len=16. Use 96"),
         ({"assignments": ["strategy=fsdp3"]}, "strategy 'fsdp3' is not installed. Did you mean"),
     ],
 )
@@ -221,7 +221,7 @@ def test_what_is_wrong_is_said(arguments, text, tmp_path):
 
 def test_where_nothing_fits_the_nearest_is_reported_and_what_to_change(tmp_path):
     device = _device(tmp_path, 1 << 20)
-    with pytest.raises(ConfigError, match=r"(?s)nothing fits on 2 x.*GiB too much"):
+    with pytest.raises(ConfigError, match=r"(?s)no layout fits on 2 x.*GiB too much"):
         recommend_layouts(_file(tmp_path), [*SHARDED, "tp_size=1", "micro_batch_size=4"], 2, device, num_processes=1)
 
 

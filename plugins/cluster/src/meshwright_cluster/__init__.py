@@ -1,4 +1,4 @@
-"""Job files with which Slurm, Kubernetes, Ray and SkyPilot run a run file."""
+"""Job files that run a run file on Slurm, Kubernetes, Ray or SkyPilot."""
 
 from typing import Literal, get_args
 

@@ -1,4 +1,4 @@
-"""The section `launch` of a run file. No torch in this module."""
+"""The section `launch` of a run file. Imports no torch."""
 
 from __future__ import annotations
 
@@ -11,105 +11,113 @@ from meshwright.plugin import FrozenModel, Size
 from meshwright_run.secrets import FromEnvironment, is_secret, redact_assignments
 
 _SECONDS = {"s": 1, "m": 60, "h": 3600, "d": 86400}
-SingleLineText = Annotated[str, Field(min_length=1, pattern=r"^[^\x00-\x1f\x7f]*$")]  # Text on one line
+SingleLineText = Annotated[str, Field(min_length=1, pattern=r"^[^\x00-\x1f\x7f]*$")]
 Memory = Annotated[str, Field(pattern=r"^[1-9]\d*[MGT]$")]
 
 
 class SlurmSection(FrozenModel):
-    """What Slurm takes."""
+    """Options of Slurm jobs."""
 
-    partition: SingleLineText | None = Field(default=None, description="Where to queue; null: the cluster's default.")
-    account: SingleLineText | None = Field(default=None, description="Who pays.")
+    partition: SingleLineText | None = Field(
+        default=None, description="Partition of the job; null: the cluster's default."
+    )
+    account: SingleLineText | None = Field(default=None, description="Account to charge.")
     qos: SingleLineText | None = Field(default=None, description="Quality of service.")
-    constraint: SingleLineText | None = Field(default=None, description="Features that nodes must have.")
+    constraint: SingleLineText | None = Field(default=None, description="Features that the nodes must have.")
     options: list[Annotated[str, Field(pattern=r"^--[a-z][^\x00-\x1f\x7f]*$")]] = Field(
         default=[], description="Further options of sbatch, such as --exclusive."
     )
 
 
 class KubernetesSection(FrozenModel):
-    """What Kubernetes takes."""
+    """Options of Kubernetes jobs."""
 
     kind: Literal["JobSet", "TrainJob", "PyTorchJob"] = Field(
-        default="JobSet", description="Of the job; Kubeflow's v2 and v1."
+        default="JobSet", description="Kind of the job; TrainJob and PyTorchJob are Kubeflow's v2 and v1."
     )
-    namespace: SingleLineText | None = Field(default=None, description="null: that of kubectl's context.")
-    image: SingleLineText | None = Field(default=None, description="With meshwright and what the strategy needs.")
+    namespace: SingleLineText | None = Field(default=None, description="Namespace; null: that of kubectl's context.")
+    image: SingleLineText | None = Field(
+        default=None, description="Container image with meshwright and the packages of the strategy."
+    )
     volume_claim: SingleLineText | None = Field(
-        default=None, description="A volume claim that all pods can write, on which output_dir is."
+        default=None, description="A persistent volume claim that all pods can write to; it must hold output_dir."
     )
     mount_path: Annotated[str, Field(pattern=r"^/[^\x00-\x1f\x7f]*$")] = Field(
-        default="/data", description="Where the claim is seen."
+        default="/data", description="Mount path of the volume claim."
     )
-    queue: SingleLineText | None = Field(default=None, description="A local queue of Kueue.")
-    runtime: SingleLineText = Field(
-        default="torch-distributed", description="Of a TrainJob: the cluster's training runtime."
-    )
-    gpu_resource: SingleLineText = Field(default="nvidia.com/gpu", description="What a GPU is called.")
-    node_selector: dict[str, str] = Field(default={}, description="Labels that nodes must have.")
+    queue: SingleLineText | None = Field(default=None, description="Local queue of Kueue.")
+    runtime: SingleLineText = Field(default="torch-distributed", description="Training runtime of a TrainJob.")
+    gpu_resource: SingleLineText = Field(default="nvidia.com/gpu", description="Resource name of a GPU.")
+    node_selector: dict[str, str] = Field(default={}, description="Labels that the nodes must have.")
     service_account: SingleLineText | None = None
 
 
 class SkyPilotSection(FrozenModel):
-    """What SkyPilot takes."""
+    """Options of SkyPilot tasks."""
 
     accelerators: Annotated[str, Field(pattern=r"^[A-Za-z0-9-]+$")] | None = Field(
-        default=None, description="The type alone, such as H100; how many follows from the ranks. null: CPUs."
+        default=None, description="Type of accelerator, without a number, such as H100; null: CPUs."
     )
     infra: SingleLineText | None = Field(
-        default=None, description="Such as aws/us-east-1 or kubernetes; null: the cheapest."
+        default=None, description="Infrastructure, such as aws/us-east-1 or kubernetes; null: the cheapest."
     )
-    image: SingleLineText | None = Field(default=None, description="A machine image, or docker:NAME.")
-    use_spot: bool = Field(default=True, description="Machines that may be taken away; the job is restarted elsewhere.")
+    image: SingleLineText | None = Field(default=None, description="Machine image, or docker:NAME.")
+    use_spot: bool = Field(default=True, description="Use spot instances; a preempted job is restarted elsewhere.")
     mounts: dict[str, str] = Field(
-        default={}, description="Where buckets are seen, such as {/data: s3://bucket}; output_dir is below one of them."
+        default={}, description="Buckets by mount path, such as {/data: s3://bucket}; output_dir must be below one."
     )
-    workdir: SingleLineText | None = Field(default=None, description="A directory that is copied to all machines.")
+    workdir: SingleLineText | None = Field(default=None, description="Directory to copy to all machines.")
 
 
 class RaySection(FrozenModel):
-    """What Ray takes."""
+    """Options of Ray jobs."""
 
     address: SingleLineText | None = Field(
-        default=None, description="Of the dashboard, such as http://head:8265; null: as ray finds it."
+        default=None, description="Address of the dashboard, such as http://head:8265; null: found by ray."
     )
 
 
 class LaunchConfig(FrozenModel):
-    """What a cluster must know of a job; see `meshwright launch`."""
+    """Options of a cluster job; see `meshwright launch`."""
 
     name: Annotated[str, Field(pattern=r"^[a-z]([-a-z0-9]{0,38}[a-z0-9])?$")] | None = Field(
         default=None,
-        description="Of the job: small letters, digits and -, a letter first; null: made from that of output_dir.",
+        description="Job name: lower-case letters, digits and -, a letter first; null: derived from output_dir.",
     )
-    nodes: Size = Field(default=1, description="Machines.")
-    ranks_per_node: Size | None = Field(default=None, description="null: gpus_per_node, or nproc where it is a number.")
+    nodes: Size = Field(default=1, description="Number of nodes.")
+    ranks_per_node: Size | None = Field(
+        default=None, description="Ranks of each node; null: gpus_per_node, or nproc if that is a number."
+    )
     gpus_per_node: Annotated[int, Field(ge=0, lt=2**31)] | None = Field(
-        default=None, description="null: one for each rank, or none where device is cpu."
+        default=None, description="GPUs of each node; null: one per rank, or none if device is cpu."
     )
-    cpus_per_rank: Size | None = Field(default=None, description="null: as the cluster has it.")
-    memory_per_node: Memory | None = Field(default=None, description="Such as 64G; null: as the cluster has it.")
+    cpus_per_rank: Size | None = Field(default=None, description="CPUs per rank; null: the cluster's default.")
+    memory_per_node: Memory | None = Field(
+        default=None, description="Memory of each node, such as 64G; null: the cluster's default."
+    )
     time_limit: Annotated[str, Field(pattern=r"^[1-9]\d*[smhd]$")] | None = Field(
         default=None,
-        description="Of one allocation: 90m, 12h or 2d; null: as the cluster has it. A TrainJob or PyTorchJob ends for "
-        "good with it.",
+        description="Time limit of one allocation, such as 90m, 12h or 2d; null: the cluster's default. A TrainJob or "
+        "PyTorchJob is not restarted after it.",
     )
     grace_s: Annotated[int, Field(ge=10, le=3600)] = Field(
         default=120,
-        description="Seconds between the signal and the end: two steps, evaluations that are due, and two checkpoints.",
+        description="Seconds between signal and end; must cover two steps with evaluations, and two checkpoints.",
     )
     max_restarts: Annotated[int, Field(ge=0, lt=2**31)] = Field(
         default=10,
-        description="How often a job that has failed is restarted, besides those that were pre-empted. Slurm's "
-        "are not: only pre-empted ones, and those whose time was up.",
+        description="Maximum number of restarts after a failure; restarts after a preemption do not count. Slurm "
+        "restarts no failed jobs, only preempted ones and those that reach their time limit.",
     )
-    python: SingleLineText = Field(default="python", description="The interpreter on the nodes that has meshwright.")
+    python: SingleLineText = Field(
+        default="python", description="Python interpreter on the nodes, with meshwright installed."
+    )
     setup: list[SingleLineText] = Field(
-        default=[], description="Lines of shell before the ranks start, such as module load cuda."
+        default=[], description="Shell commands to run before the ranks start, such as module load cuda."
     )
     env: dict[Annotated[str, Field(pattern=r"^[A-Za-z_][A-Za-z0-9_]*$")], str | FromEnvironment] = Field(
         default={},
-        description="Variables of all ranks: a text, or {from_env: NAME} for the value where the job is made.",
+        description="Environment variables of all ranks: a string, or {from_env: NAME} to copy from your environment.",
     )
     slurm: SlurmSection = SlurmSection()
     kubernetes: KubernetesSection = KubernetesSection()
@@ -122,7 +130,7 @@ class LaunchConfig(FrozenModel):
 
 
 def redact_launch(redacted: dict[str, Any], original: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the section to be written: secret variables as `{from_env: NAME}`, and secrets in `setup` hidden."""
+    """Return the section without secrets: variables become `{from_env: NAME}`, and secrets in `setup` are redacted."""
     env = {
         name: {"from_env": name} if isinstance(value, str) and is_secret(name, value) else redacted["env"][name]
         for name, value in (original.get("env") or {}).items()

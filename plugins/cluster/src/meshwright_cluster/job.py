@@ -1,7 +1,7 @@
-"""A run as a cluster's job: how many ranks on how many machines, checked as `meshwright train` will check it.
+"""A run as a cluster job: nodes and ranks, validated as `meshwright train` will validate them.
 
-[Note: what a job needs] A job will be stopped and restarted on other machines. So it must save checkpoints to storage
-that all of them share, and the same command must resume from them. Violations are refused here, before submission.
+[Note: job requirements] A job may be stopped and restarted on other machines. So it must save checkpoints to storage
+that all machines share, and the same command must resume from them. Violations are rejected before submission.
 """
 
 from __future__ import annotations
@@ -24,25 +24,25 @@ from . import Target
 from .config import LaunchConfig
 
 RUN_FILE = "run.yaml"
-MASTER_PORT = 29500  # torchrun's default; where the first machine listens
+MASTER_PORT = 29500  # torchrun's default; the first machine listens on it
 _NODE_LOCAL_PATHS = ("/tmp", "/var/tmp", "/dev/shm", "/run")
-_LAUNCHER_STOP_S = 30  # Time for a launcher to end, besides the grace period
-_SLURM_SIGNAL_EARLY_S = 60  # Slurm may signal up to this much earlier than requested (man sbatch)
+_LAUNCHER_STOP_S = 30  # Time for a launcher to exit, in addition to the grace period
+_SLURM_SIGNAL_EARLY_S = 60  # Slurm may send the signal up to this much early (man sbatch)
 
 
 @dataclass(frozen=True)
 class ClusterJob:
-    """A run file as a job."""
+    """A run file with the settings of its cluster job."""
 
-    values: Mapping[str, Any]  # of the run file, with changes; `config` is the same, validated
+    values: Mapping[str, Any]  # of the run file, with assignments; `config` is validated from them
     config: RunConfig
     launch: LaunchConfig
     ranks_per_node: int
     gpus_per_node: int
     degrees: Degrees
     name: str
-    directory: Path  # of the job's files, absolute
-    is_redacted: bool = False  # whether its files have *** instead of secrets
+    directory: Path  # absolute path for the job files
+    is_redacted: bool = False  # whether files contain *** instead of secrets
 
     @property
     def world_size(self) -> int:
@@ -55,15 +55,15 @@ class ClusterJob:
 
     @property
     def environment(self) -> dict[str, str]:
-        ours = {"OMP_NUM_THREADS": str(self.threads_per_rank), "PYTHONSAFEPATH": "1", "PYTHONUNBUFFERED": "1"}
+        defaults = {"OMP_NUM_THREADS": str(self.threads_per_rank), "PYTHONSAFEPATH": "1", "PYTHONUNBUFFERED": "1"}
         given: dict[str, str] = resolve_environment(self.launch.env, "launch.env")
         if self.is_redacted:
             given |= dict.fromkeys(self._find_secret_names(given), REDACTED)
-        return {**ours, **given}
+        return {**defaults, **given}
 
     @property
     def has_secrets(self) -> bool:
-        """Whether the job's files hold values that others should not read."""
+        """Whether the job files contain secrets."""
         names = self._find_secret_names(resolve_environment(self.launch.env, "launch.env"))
         return bool(names) or redact(self.values) != dict(self.values)
 
@@ -77,18 +77,21 @@ class ClusterJob:
 
     @property
     def termination_grace_s(self) -> int:
-        """Seconds from the signal to the end of a machine's processes, including their launcher."""
+        """Seconds from the signal until all processes of a machine have exited, including the launcher."""
         return self.launch.grace_s + _LAUNCHER_STOP_S
 
     def build_torchrun_command(
         self, run_file: str, *, node_rank: str | None = None, address: str | None = None
     ) -> list[str]:
-        """Return the command of one machine, which replaces `node_rank` and `address`; None: PET_* are set."""
+        """Return the torchrun command of one machine, which substitutes `node_rank` and `address`.
+
+        If these are None, torchrun reads its PET_* environment variables.
+        """
         command = [self.launch.python, "-m", "torch.distributed.run"]
         if node_rank is not None and address is not None:
             command += [f"--nnodes={self.launch.nodes}", f"--nproc-per-node={self.ranks_per_node}"]
             command += [f"--node-rank={node_rank}", f"--master-addr={address}", f"--master-port={MASTER_PORT}"]
-        # By default it kills ranks that are saving.
+        # By default, torchrun kills ranks while they save.
         command += ["--signals-to-handle=SIGTERM,SIGINT,SIGHUP,SIGQUIT,SIGUSR1"]
         command += [f"--shutdown-timeout={self.launch.grace_s}"]
         return [*command, "-m", "meshwright", "train", run_file]
@@ -97,7 +100,7 @@ class ClusterJob:
 def build_job(
     values: Mapping[str, Any], config: RunConfig, target: Target, directory: Path | None = None
 ) -> ClusterJob:
-    """Check that a run can be a job; see [Note: what a job needs]."""
+    """Validate a run as a job, and return the job; see [Note: job requirements]."""
     launch = config.get_section(LaunchConfig) or LaunchConfig()
     gpus, ranks = _resolve_gpus_and_ranks(config, launch)
     options: dict[str, Any] = {"config": config.strategy_config, "wrapper_config": config.wrapper_config}
@@ -111,50 +114,49 @@ def build_job(
         and launch.time_limit_s <= launch.grace_s + _SLURM_SIGNAL_EARLY_S
     ):
         raise ConfigError(
-            f"launch.time_limit={launch.time_limit} is over as soon as it has started: the signal comes launch.grace_s="
-            f"{launch.grace_s} s before, or up to {_SLURM_SIGNAL_EARLY_S} s sooner. Raise the one or lower the other."
+            f"launch.time_limit={launch.time_limit} leaves no time to train: the signal comes launch.grace_s="
+            f"{launch.grace_s} s before the end, or up to {_SLURM_SIGNAL_EARLY_S} s earlier. Raise the limit or lower "
+            f"grace_s."
         )
     _check_storage(config, launch, target)
     directory = directory and directory.absolute()
-    # Raises where a variable that is taken from the environment is not set.
+    # Raises if a variable to copy from the environment is not set.
     resolve_environment(launch.env, "launch.env")
     texts = {"--out": str(directory or ""), "the current directory": os.getcwd(), "launch": launch.model_dump()}
     for where, text in _iter_texts(texts):
         if any(unicodedata.category(each) in ("Cc", "Cs", "Zl", "Zp") for each in text):
-            raise ConfigError(
-                f"{where}={text!r} has control characters, which the files of a job cannot have. Leave them out."
-            )
+            raise ConfigError(f"{where}={text!r} has control characters, which job files cannot contain. Remove them.")
     if target == "skypilot":
         for where, text in _iter_texts(
             {"--out": str(directory or ""), "launch.skypilot": launch.skypilot.model_dump()}
         ):
             if "$" in text:
-                raise ConfigError(f"{where}={text!r} has a $, which SkyPilot takes for a variable. Leave it out.")
+                raise ConfigError(f"{where}={text!r} has a $, which SkyPilot takes for a variable. Remove it.")
     name = launch.name or _derive_name(config.output_dir)
-    place = directory or Path("launch") / name
-    # A single rank has no launcher, and would start as many ranks as there are devices.
+    path = directory or Path("launch") / name
+    # Without a launcher, a single rank would start one rank per device.
     alone = {"nproc": 1} if launch.nodes * ranks == 1 else {}
     values = {key: value for key, value in values.items() if key != "launch"} | alone
-    return ClusterJob(values, config, launch, ranks, gpus, degrees, name, place.absolute())
+    return ClusterJob(values, config, launch, ranks, gpus, degrees, name, path.absolute())
 
 
 def _resolve_gpus_and_ranks(config: RunConfig, launch: LaunchConfig) -> tuple[int, int]:
     ranks = launch.ranks_per_node or launch.gpus_per_node or (config.nproc if config.nproc != "auto" else None)
     if ranks is None:
         raise ConfigError(
-            "how many ranks a machine is to have is not known. Set launch.ranks_per_node, or launch.gpus_per_node, "
-            "such as --gpus-per-node 8."
+            "the number of ranks per node is not set. Set launch.gpus_per_node or launch.ranks_per_node, such as "
+            "--gpus-per-node 8."
         )
     on_cpu = config.device == "cpu"
     gpus = launch.gpus_per_node if launch.gpus_per_node is not None else 0 if on_cpu else ranks
     if on_cpu and gpus:
-        raise ConfigError(f"launch.gpus_per_node={gpus}, but device=cpu. Leave one of the two out.")
+        raise ConfigError(f"launch.gpus_per_node={gpus}, but device=cpu. Remove one of them.")
     if not on_cpu and not gpus:
-        raise ConfigError("launch.gpus_per_node=0, but device is not cpu. Set device=cpu, or ask for GPUs.")
+        raise ConfigError("launch.gpus_per_node=0, but device is not cpu. Set device=cpu, or request GPUs.")
     if gpus and ranks != gpus:
         raise ConfigError(
             f"launch.ranks_per_node={ranks}, but launch.gpus_per_node={gpus}: each rank has one GPU. "
-            f"Set both to the same."
+            f"Set both to the same number."
         )
     return gpus, ranks
 
@@ -163,66 +165,64 @@ def _check_resumable(config: RunConfig, target: Target) -> None:
     saving = config.checkpoint
     if not saving.is_enabled:
         raise ConfigError(
-            "the run saves no checkpoints, so a job that is stopped and restarted would begin at step 0. Set "
+            "the run saves no checkpoints, so a restarted job would begin at step 0. Set "
             "checkpoint.every, such as 500 or 20m."
         )
     if config.resume_config.source == "never":
-        raise ConfigError(
-            "resume=never would remove, each time that the job is restarted, what has been done. Set resume=auto."
-        )
+        raise ConfigError("resume=never would discard all progress at each restart of the job. Set resume=auto.")
     if target in ("ray", "skypilot") and not saving.has_scheduled_saves:
         raise ConfigError(
-            f"the run saves only when a signal comes, and {target} takes machines away without one. Set "
-            "checkpoint.every."
+            f"the run saves only after a signal, and {target} takes machines away without one. Set checkpoint.every."
         )
     if target in ("slurm", "kubernetes") and "SIGTERM" not in saving.stop_config.signals:
         raise ConfigError(
-            f"checkpoint.on_signal.signals={saving.stop_config.signals}, but {target} announces the end of a job by "
-            "SIGTERM. Add it, or leave on_signal out."
+            f"checkpoint.on_signal.signals={saving.stop_config.signals}, but {target} ends a job with SIGTERM. "
+            "Add it, or leave on_signal out."
         )
     if target == "slurm" and saving.stop_config.exit_code in (0, 1, 2, 128 + signal.SIGKILL):
         raise ConfigError(
-            f"checkpoint.on_signal.exit_code={saving.stop_config.exit_code} is also that of a run that has ended, "
-            "failed or been killed; the job could not tell whether to queue again. Leave it out: it is 143 then."
+            f"checkpoint.on_signal.exit_code={saving.stop_config.exit_code} is also the exit code of a run that has "
+            "finished, failed or been killed, so the job could not decide whether to requeue. Leave it out; the "
+            "default is 143."
         )
 
 
 def _check_storage(config: RunConfig, launch: LaunchConfig, target: Target) -> None:
     path = PurePosixPath(config.output_dir)
     shared = launch.nodes > 1 or target in ("kubernetes", "skypilot")
-    why = "and checkpoints would be in parts" if launch.nodes > 1 else "and the next one would not find checkpoints"
+    why = "and checkpoints would be incomplete" if launch.nodes > 1 else "and the next one would not find checkpoints"
     # Ray runs a job in a temporary copy of the working directory.
     if (shared or target == "ray") and not path.is_absolute():
         raise ConfigError(
-            f"output_dir={config.output_dir!r} is relative, so each machine has its own, {why}. Name a "
-            f"directory on shared storage by its whole path."
+            f"output_dir={config.output_dir!r} is relative, so each machine has its own, {why}. Set the "
+            f"absolute path of a directory on shared storage."
         )
     if shared and is_node_local(config.output_dir):
         raise ConfigError(
-            f"output_dir={config.output_dir!r} is a machine's own, {why}. Name a directory on shared storage."
+            f"output_dir={config.output_dir!r} is local to a machine, {why}. Set a directory on shared storage."
         )
-    places: Sequence[str] | None = None
+    parents: Sequence[str] | None = None
     if target == "kubernetes":
         if launch.kubernetes.image is None or launch.kubernetes.volume_claim is None:
             missing = "image" if launch.kubernetes.image is None else "volume_claim"
-            raise ConfigError(f"Kubernetes needs launch.kubernetes.{missing}. Set it, such as by --set.")
-        places, key = [launch.kubernetes.mount_path], "launch.kubernetes.mount_path"
+            raise ConfigError(f"Kubernetes needs launch.kubernetes.{missing}. Set it in the run file or with --set.")
+        parents, key = [launch.kubernetes.mount_path], "launch.kubernetes.mount_path"
     elif target == "skypilot":
-        places, key = list(launch.skypilot.mounts), "launch.skypilot.mounts"
-    if places is not None and not any(_is_below(path, each) for each in places):
+        parents, key = list(launch.skypilot.mounts), "launch.skypilot.mounts"
+    if parents is not None and not any(_is_below(path, each) for each in parents):
         raise ConfigError(
-            f"output_dir={config.output_dir!r} is not below {' or '.join(places) or 'anything'} ({key}), so what the "
-            f"job leaves would end with its machines. Name a directory there."
+            f"output_dir={config.output_dir!r} is not below {' or '.join(parents) or 'anything'} ({key}), so the "
+            f"results would be lost with the job's machines. Set a directory below that path."
         )
 
 
 def is_node_local(path: str) -> bool:
     """Return whether a directory is certainly local to one machine."""
-    return any(_is_below(PurePosixPath(path), place) for place in _NODE_LOCAL_PATHS)
+    return any(_is_below(PurePosixPath(path), parent) for parent in _NODE_LOCAL_PATHS)
 
 
 def _iter_texts(values: Any, where: str = "") -> Iterator[tuple[str, str]]:
-    """All texts in nested values, and their keys, with the path of each."""
+    """Yield all strings in nested values, including keys, each with its dotted path."""
     if isinstance(values, str):
         yield where, values
     elif isinstance(values, Mapping):
@@ -239,7 +239,7 @@ def _is_below(path: PurePosixPath, parent: str) -> bool:
 
 
 def _derive_name(output_dir: str) -> str:
-    """A name that every cluster accepts: that of a Kubernetes service begins with a letter."""
+    """Return a name that every cluster accepts. The name of a Kubernetes service must start with a letter."""
     plain = re.sub(r"[^a-z0-9]+", "-", Path(output_dir).name.lower()).strip("-")
     named = plain if plain[:1].isalpha() else f"run-{plain}"
     return named[:40].strip("-")

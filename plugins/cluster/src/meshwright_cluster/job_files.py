@@ -1,19 +1,19 @@
 """The files of a job for each target, and the command that submits them.
 
-[Note: tasks are ranks] srun starts each rank as a task, and `meshwright train` joins by Slurm's variables. torchrun in
-one task of each machine would kill ranks some time after a signal, and exit with a code of its own. GPUs are requested
-per machine, not per task, so that ranks can copy between them.
+[Note: tasks are ranks] srun starts each rank as a task, and `meshwright train` reads Slurm's environment variables. A
+torchrun task per node would kill ranks some time after a signal, and would return its own exit code. GPUs are requested
+per node, not per task, so that ranks can copy between them.
 
 [Note: requeueing] Slurm requeues a preempted job (--requeue) that still runs at the end of the grace period, but not
-one that has ended by then, nor one whose time is up. So the script requeues it when the ranks exit with the code of a
-stopped run. srun exits with the highest code of the ranks, and when one has failed it ends the others by SIGTERM; a
-rank that dies of it would exit with 143, as a stopped one. So ranks begin with SIGTERM ignored, until they save on it.
+one that has ended by then or has reached its time limit. So the script requeues the job if the ranks exit with the code
+of a stopped run. srun exits with the highest code of the ranks. When a rank fails, srun ends the others with SIGTERM; a
+rank that dies of it would exit with 143, like a stopped run. So ranks ignore SIGTERM at first, until they handle it.
 The script itself gets no signal (`--signal` goes to steps), except from scancel: a cancelled job is not requeued.
 Source: man sbatch, man scontrol, slurm.conf (GraceTime, KillWait).
 
-[Note: SkyPilot] `sky jobs launch` restarts a task on other machines after a preemption. No signal reaches the ranks
-before, so a run resumes from its last periodic checkpoint. Variables tell each machine its number, and the first one's
-address. Source: SkyPilot's documentation, YAML specification and distributed jobs.
+[Note: SkyPilot] `sky jobs launch` restarts a task on other machines after a preemption. Ranks get no signal before
+it, so a run resumes from its last periodic checkpoint. Environment variables hold each machine's number and the
+address of the first one. Source: SkyPilot's documentation, YAML specification and distributed jobs.
 """
 
 from __future__ import annotations
@@ -39,12 +39,12 @@ _INSTALL_HINTS = {
 
 
 def render_job_files(job: ClusterJob, target: Target) -> dict[str, str]:
-    """Return texts by file name, the submitted file first."""
+    """Return the text of each job file by name, the submitted file first."""
     run = {RUN_FILE: to_yaml(dict(job.values))}
     if target == "slurm":
         return {SLURM_SCRIPT: render_slurm_script(job), **run}
     if target == "kubernetes":
-        # The run file is in the manifest.
+        # The manifest contains the run file.
         return {
             kubernetes.MANIFEST_FILE: "---\n".join(
                 to_yaml(each, use_block_style=True) for each in kubernetes.build_manifests(job)
@@ -56,7 +56,7 @@ def render_job_files(job: ClusterJob, target: Target) -> dict[str, str]:
 
 
 def build_submit_command(job: ClusterJob, target: Target) -> list[str]:
-    """Return the command that submits the files."""
+    """Return the command that submits the job."""
     if target == "slurm":
         return ["sbatch", str(job.directory / SLURM_SCRIPT)]
     if target == "kubernetes":
@@ -70,13 +70,15 @@ def build_submit_command(job: ClusterJob, target: Target) -> list[str]:
 
 
 def write_job_files(job: ClusterJob, files: dict[str, str]) -> None:
-    """Write the files into the job's directory; raise ConfigError if it cannot be written."""
+    """Write the files to the job's directory; raise ConfigError if that fails."""
     try:
         job.directory.mkdir(parents=True, exist_ok=True)
         for name, text in files.items():
             write_atomically(job.directory / name, text, mode=0o600 if job.has_secrets else 0o666)
     except OSError as error:
-        raise ConfigError(f"--out={str(job.directory)!r} cannot be written: {error.strerror}. Name another.") from None
+        raise ConfigError(
+            f"--out={str(job.directory)!r} cannot be written: {error.strerror}. Choose another."
+        ) from None
 
 
 def run_submit_command(command: list[str]) -> int:
@@ -88,7 +90,7 @@ def check_can_submit(command: list[str]) -> None:
     if shutil.which(command[0]) is None:
         raise ConfigError(
             f"{command[0]} is not installed here, so the job cannot be submitted. {_INSTALL_HINTS[command[0]]}; or "
-            "leave --submit out, and submit the files from where it is."
+            "leave --submit out, and submit the files on a machine that has it."
         )
 
 
@@ -100,7 +102,7 @@ def render_slurm_script(job: ClusterJob) -> str:
     exports = "\n".join(f"export {name}={shlex.quote(value)}" for name, value in job.environment.items())
     command = [job.launch.python, "-m", "meshwright", "train", str(job.directory / RUN_FILE)]
     setup = "".join(f"{line}\n" for line in job.launch.setup)
-    # Newer versions give a step none of the job's CPUs unless it asks itself.
+    # In newer versions of Slurm, srun does not inherit --cpus-per-task from the job.
     cpus = [] if job.launch.cpus_per_rank is None else [f"--cpus-per-task={job.launch.cpus_per_rank}"]
     srun = shlex.join(["srun", "--kill-on-bad-exit=1", *cpus])
     stopped = job.config.checkpoint.stop_config.exit_code
@@ -112,7 +114,7 @@ def render_slurm_script(job: ClusterJob) -> str:
 code=0
 {srun} bash -c 'trap "" TERM; exec "$@"' bash {shlex.join(command)} || code=$?
 if [ "$code" -eq {stopped} ]; then
-    # Saved, and stopped by a signal: continue when there is room.
+    # Stopped by a signal: requeue, to resume later.
     scontrol requeue "$SLURM_JOB_ID"
 fi
 exit "$code"
@@ -122,7 +124,7 @@ exit "$code"
 def _iter_slurm_options(job: ClusterJob) -> Iterator[str]:
     launch, slurm = job.launch, job.launch.slurm
     yield f"--job-name={shlex.quote(job.name)}"
-    # Relative paths of the run file are relative to the current directory.
+    # Paths in the run file are relative to the current directory.
     yield f"--chdir={shlex.quote(os.getcwd())}"
     yield f"--nodes={launch.nodes}"
     yield f"--ntasks-per-node={job.ranks_per_node}"
@@ -141,7 +143,7 @@ def _iter_slurm_options(job: ClusterJob) -> Iterator[str]:
     yield f"--signal=TERM@{launch.grace_s}"
     yield "--requeue"
     yield "--open-mode=append"
-    # sbatch replaces patterns with a %; %% is one.
+    # sbatch expands % patterns; %% is a literal %.
     yield f"--output={shlex.quote(str(job.directory).replace('%', '%%') + '/%x-%j.log')}"
     yield from slurm.options
 
@@ -169,7 +171,7 @@ def build_skypilot_task(job: ClusterJob) -> dict[str, Any]:
     found: dict[str, Any] = {"name": job.name, "resources": resources, "num_nodes": launch.nodes}
     if sky.workdir is not None:
         found["workdir"] = sky.workdir
-    buckets = {place: {"source": source, "mode": "MOUNT"} for place, source in sky.mounts.items()}
+    buckets = {path: {"source": source, "mode": "MOUNT"} for path, source in sky.mounts.items()}
     found["file_mounts"] = {_REMOTE_RUN_FILE: str(job.directory / RUN_FILE), **buckets}
     found["envs"] = job.environment
     return {**found, "run": _render_skypilot_script(job)}

@@ -1,11 +1,11 @@
-"""Manifests of Kubernetes: a JobSet, a TrainJob of Kubeflow's Trainer, or a PyTorchJob of its training operator.
+"""Kubernetes manifests: a JobSet, a TrainJob of Kubeflow Trainer, or a PyTorchJob of its training operator.
 
-[Note: one pod for each machine] A pod runs torchrun, which starts the ranks of its machine. Pods find the first one by
-its name in a headless service, or by torchrun's variables, which Kubeflow's operators set.
+[Note: one pod per node] Each pod runs torchrun, which starts the ranks of its node. Pods find the first pod by its DNS
+name in a headless service, or by torchrun's environment variables, which Kubeflow's operators set.
 
-[Note: restarts] If one pod fails or is evicted, all ranks end, and all are restarted together. A JobSet does not count
-evictions (condition DisruptionTarget). A TrainJob restarts as its runtime says; pods of a PyTorchJob restart on
-their own, and torchrun waits for the others.
+[Note: restarts] If a pod fails or is evicted, all ranks end, and all are restarted together. A JobSet does not count
+evictions (condition DisruptionTarget). A TrainJob restarts as its training runtime defines. Pods of a PyTorchJob
+restart separately, and torchrun waits for the others.
 """
 
 from __future__ import annotations
@@ -18,12 +18,12 @@ from meshwright.plugin import to_yaml
 from .job import MASTER_PORT, RUN_FILE, ClusterJob
 
 MANIFEST_FILE = "job.yaml"
-_RUN_FILE_DIRECTORY = "/etc/meshwright"  # Where a pod sees the run file
+_RUN_FILE_DIRECTORY = "/etc/meshwright"  # Mount path of the run file
 _RANKS_JOB, _STORAGE_VOLUME, _RUN_FILE_VOLUME, _SHM_VOLUME = "ranks", "storage", "run", "shm"
 
 
 def build_manifests(job: ClusterJob) -> list[dict[str, Any]]:
-    """Return the run file as a ConfigMap, and the job."""
+    """Return the ConfigMap of the run file, and the job."""
     kind = job.launch.kubernetes.kind
     spec = {"JobSet": _build_job_set, "TrainJob": _build_train_job, "PyTorchJob": _build_pytorch_job}[kind](job)
     version = {
@@ -63,7 +63,7 @@ def _build_job_set(job: ClusterJob) -> dict[str, Any]:
     container = _build_container(
         job,
         "ranks",
-        # The name of the first pod in the set's headless service.
+        # DNS name of the first pod in the headless service of the JobSet.
         _build_torchrun_command(job, node_rank="$(NODE_RANK)", address=f"{job.name}-{_RANKS_JOB}-0-0.{job.name}"),
         [{"name": "NODE_RANK", "valueFrom": node_rank}],
     )
@@ -97,7 +97,7 @@ def _build_job_set(job: ClusterJob) -> dict[str, Any]:
 
 def _build_train_job(job: ClusterJob) -> dict[str, Any]:
     launch, kubernetes = job.launch, job.launch.kubernetes
-    # Mounts cannot be set in the trainer, so the runtime's own container is patched.
+    # The trainer spec has no volume mounts, so patch the container of the runtime.
     pod = {**_build_pod(job), "containers": [{"name": "node", "volumeMounts": _build_volume_mounts(job)}]}
     patch = {"spec": {"replicatedJobs": [{"name": "node", "template": {"spec": {"template": {"spec": pod}}}}]}}
     spec: dict[str, Any] = {
@@ -119,7 +119,7 @@ def _build_train_job(job: ClusterJob) -> dict[str, Any]:
 
 def _build_pytorch_job(job: ClusterJob) -> dict[str, Any]:
     launch = job.launch
-    # The operator's RANK is the pod's number, until torchrun sets it for each rank.
+    # The operator sets RANK to the number of the pod; torchrun overwrites it for each rank.
     command = _build_torchrun_command(job, node_rank="$(RANK)", address="$(MASTER_ADDR)")
     container = {
         **_build_container(job, "pytorch", command),
@@ -149,7 +149,7 @@ def _build_pod(job: ClusterJob) -> dict[str, Any]:
         "volumes": [
             {"name": _STORAGE_VOLUME, "persistentVolumeClaim": {"claimName": kubernetes.volume_claim}},
             {"name": _RUN_FILE_VOLUME, "configMap": {"name": _get_config_map_name(job)}},
-            # For NCCL and data workers; a pod's default is 64 MB.
+            # Shared memory for NCCL and data workers; the default is 64 MB.
             {"name": _SHM_VOLUME, "emptyDir": {"medium": "Memory"}},
         ],
     }
@@ -174,20 +174,20 @@ def _build_container(
 
 
 def _build_command(job: ClusterJob, command: list[str]) -> list[str]:
-    """The command after the lines of `launch.setup`; it replaces the shell, so that signals reach it."""
+    """Prepend the lines of `launch.setup`. The command replaces the shell, so that signals reach it."""
     if not job.launch.setup:
         return command
     return ["bash", "-c", _escape_dollars("\n".join([*job.launch.setup, 'exec "$@"'])), "bash", *command]
 
 
 def _build_torchrun_command(job: ClusterJob, **variables: str) -> list[str]:
-    """The command, in which Kubernetes replaces these variables and nothing else."""
+    """Return the torchrun command, in which Kubernetes expands only the given variables."""
     words = job.build_torchrun_command(f"{_RUN_FILE_DIRECTORY}/{RUN_FILE}", **variables)
     return [_escape_dollars(words[0]), *words[1:]]
 
 
 def _escape_dollars(text: str) -> str:
-    """Escape text for commands and variables, in which Kubernetes replaces $(NAME), and $$ by one $."""
+    """Escape text for commands and environment variables, in which Kubernetes expands $(NAME), and $$ to $."""
     return text.replace("$", "$$")
 
 
@@ -205,12 +205,12 @@ def _build_env(job: ClusterJob) -> list[dict[str, Any]]:
 
 def _build_resources(job: ClusterJob) -> dict[str, Any]:
     launch = job.launch
-    asked: dict[str, Any] = {}
+    requests: dict[str, Any] = {}
     if launch.cpus_per_rank is not None:
-        asked["cpu"] = str(launch.cpus_per_rank * job.ranks_per_node)
+        requests["cpu"] = str(launch.cpus_per_rank * job.ranks_per_node)
     if launch.memory_per_node is not None:
-        asked["memory"] = f"{launch.memory_per_node}i"
+        requests["memory"] = f"{launch.memory_per_node}i"
     if job.gpus_per_node:
-        asked[launch.kubernetes.gpu_resource] = str(job.gpus_per_node)
+        requests[launch.kubernetes.gpu_resource] = str(job.gpus_per_node)
     # The limits of GPUs and memory must equal the requests.
-    return {"requests": asked, "limits": {name: value for name, value in asked.items() if name != "cpu"}}
+    return {"requests": requests, "limits": {name: value for name, value in requests.items() if name != "cpu"}}

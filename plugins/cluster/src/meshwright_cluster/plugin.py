@@ -1,4 +1,4 @@
-"""Hooks and command: `meshwright launch` makes, checks and submits the files of a cluster. Imports no torch."""
+"""Hooks and the command `meshwright launch`, which writes and submits cluster jobs. Imports no torch."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ from .config import LaunchConfig, redact_launch
 def launch(
     run_file: Annotated[Path, typer.Argument(help="A run file (YAML), with or without a section `launch`.")],
     target: Annotated[Target, typer.Option("--to", help=f"One of {', '.join(TARGETS)}.")],
-    nodes: Annotated[int | None, typer.Option("--nodes", help="Number of nodes; short for launch.nodes.")] = None,
+    nodes: Annotated[int | None, typer.Option("--nodes", help="Number of nodes; sets launch.nodes.")] = None,
     gpus_per_node: Annotated[
         int | None,
-        typer.Option("--gpus-per-node", help="GPUs, and ranks, of each node; short for launch.gpus_per_node."),
+        typer.Option("--gpus-per-node", help="GPUs and ranks of each node; sets launch.gpus_per_node."),
     ] = None,
     ranks_per_node: Annotated[
         int | None,
-        typer.Option("--ranks-per-node", help="Ranks of each node without GPUs; short for launch.ranks_per_node."),
+        typer.Option("--ranks-per-node", help="Ranks of each node without GPUs; sets launch.ranks_per_node."),
     ] = None,
     assignments: Annotated[
         list[str] | None,
@@ -34,7 +34,7 @@ def launch(
         Path | None, typer.Option("--out", help="Directory for the files; default: launch/NAME.")
     ] = None,
     submit: Annotated[bool, typer.Option("--submit", help="Submit the job with the cluster's own command.")] = False,
-    dry_run: Annotated[bool, typer.Option("--dry-run", help="Print the files and write nothing.")] = False,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Print the files without writing them.")] = False,
     traceback: TracebackOption = False,
 ) -> None:
     """Write, check and submit the job files of a run for Slurm, Kubernetes, Ray or SkyPilot.
@@ -61,7 +61,7 @@ def launch(
                 echo(f"# {job.directory / name}\n{text}\n")
             return
         if is_node_local(config.output_dir):
-            echo(f"note: {config.output_dir} is this machine's own; the job can continue only here\n", stderr=True)
+            echo(f"note: {config.output_dir} is local to this machine; the job can resume only here\n", stderr=True)
         if submit:
             job_files.check_can_submit(command)
         job_files.write_job_files(job, files)
@@ -79,5 +79,5 @@ def register_commands(app: typer.Typer) -> None:
 
 @hookimpl
 def register_run_sections() -> list[RunSection]:
-    description = "What `meshwright launch` tells a cluster."
+    description = "Options of a cluster job, for `meshwright launch`."
     return [RunSection("launch", LaunchConfig, description, redact=redact_launch)]

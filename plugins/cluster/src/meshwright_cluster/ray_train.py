@@ -1,7 +1,7 @@
-"""A driver for Ray Train: each of its workers is a rank.
+"""A driver for Ray Train, in which each worker is a rank.
 
-Ray restarts workers after a failure on the machines that are left, and the run resumes from its newest checkpoint. It
-runs a rank outside the main thread of a worker, where Python notes no signals: nothing is saved before a preemption.
+After a failure, Ray restarts the workers on the remaining machines, and the run resumes from its newest checkpoint. Ray
+runs a rank outside of the main thread, where Python handles no signals, so nothing is saved before a preemption.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ DRIVER_FILE = "job.py"
 
 
 def train_worker(values: Mapping[str, Any]) -> None:
-    """Run the values of a run file in a worker of Ray Train, in the process group of all ranks. Collective."""
+    """Train with the values of a run file on a Ray Train worker, in the process group of all ranks. Collective."""
     from meshwright_run.run_rank import run_rank
 
     run_rank(None, validate_config(RunConfig, values, where="the run file"))
@@ -30,7 +30,7 @@ def render_driver(job: ClusterJob) -> str:
     resources = {} if launch.cpus_per_rank is None else {"CPU": launch.cpus_per_rank}
     backend = "cpu:gloo,cuda:nccl" if job.gpus_per_node else "gloo"
     storage = str(Path(job.config.output_dir).parent / f"{job.name}-ray")
-    return f'''"""{job.name} on {job.world_size} ranks, by Ray Train; made by `meshwright launch`."""
+    return f'''"""{job.name} on {job.world_size} ranks, with Ray Train; written by `meshwright launch`."""
 
 from pathlib import Path
 

@@ -1,4 +1,4 @@
-"""Objectives of meshwright: supervised fine-tuning, DPO and other preference losses, GRPO. Each is a frozen config."""
+"""Training objectives: supervised losses, DPO and other preference losses, GRPO and PPO. Each is a frozen config."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
-"""Arithmetic that several objectives share.
+"""Functions that several objectives share.
 
-Shapes: B rows of a microbatch, S positions of each, P pairs of rows.
+Shapes: B rows of a microbatch, S positions per row, K entries per position, P pairs of rows.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from torch.nn import functional as F
 from meshwright.plugin import IGNORE_INDEX, ModelError, Sequences, Tokens, shift_labels
 
 MASKED_LOG_PROB = -1e30
-"""The log-probability of a missing entry: its exponential is 0, and no difference of two is NaN."""
+"""Log-probability of a missing entry. Its exponential is 0, and differences are not NaN."""
 
 
 log_sigmoid = F.logsigmoid
@@ -28,22 +28,20 @@ def log1mexp(value: Tensor) -> Tensor:
     Source: Maechler 2012, "Accurately computing log(1 - exp(-|a|))".
     """
     small = value > -0.6931471805599453
-    # Neither branch is evaluated where its gradient is infinite: 0 times that is NaN.
+    # Evaluate no branch where its gradient is infinite: 0 times infinity is NaN.
     near = (-torch.expm1(value.where(small, torch.full_like(value, -1.0)))).log()
     far = torch.log1p(-value.where(~small, torch.full_like(value, -1.0)).exp())
     return torch.where(small, near, far)
 
 
 def mask_to_targets(tokens: Sequences, values: Tensor, like: Tensor) -> Tensor:
-    """Return a column (B,) or (B, S) at the positions that predict a label, 0 elsewhere, in the dtype of `like`;
-    (B, S).
-    """
-    whole_BS = values[:, None].expand(tokens.mask.shape) if values.dim() == 1 else values
-    return torch.where(tokens.mask, whole_BS.to(like.dtype), 0.0)
+    """Return a column (B,) or (B, S) as (B, S) in the dtype of `like`, with 0 where no label is predicted."""
+    expanded_BS = values[:, None].expand(tokens.mask.shape) if values.dim() == 1 else values
+    return torch.where(tokens.mask, expanded_BS.to(like.dtype), 0.0)
 
 
 def sequence_log_probs(tokens: Tokens, values: Tensor | None = None) -> Tensor:
-    """Sum log-probabilities over each row, (B,): the model's, or a column (B, S); a column (B,) is taken as it is."""
+    """Sum the model's log-probabilities, or a column (B, S), over each row, (B,). A column (B,) holds such sums."""
     own_BS = tokens.log_probs
     if values is None:
         return tokens.sum_by_sequence(own_BS)
@@ -58,19 +56,19 @@ def count_targets(tokens: Sequences) -> Tensor:
 
 
 def split_pairs(values_B: Tensor) -> tuple[Tensor, Tensor]:
-    """Split rows, of which 2i is chosen and 2i + 1 rejected, into chosen and rejected, each (P,)."""
+    """Split rows into chosen (2i) and rejected (2i + 1) ones, each (P,)."""
     chosen_P, rejected_P = values_B.unflatten(0, (-1, 2)).unbind(1)
     return chosen_P, rejected_P
 
 
 def find_valid_pairs(tokens: Sequences) -> Tensor:
-    """Return which pairs have any target, bool, (P,)."""
+    """Return a mask of the pairs that have a target, bool, (P,)."""
     chosen_P, rejected_P = split_pairs(tokens.mask.any(1))
     return chosen_P | rejected_P
 
 
 def sum_rewards(chosen_P: Tensor, rejected_P: Tensor, valid_P: Tensor) -> dict[str, Tensor]:
-    """Return sums over the kept pairs of rewards, margins and accuracies, under trl's names, without gradients."""
+    """Sum rewards, margins and accuracies over valid pairs, without gradients. Names are those of trl."""
     chosen_P, rejected_P = chosen_P.detach(), rejected_P.detach()
     each = {
         "rewards/chosen": chosen_P,
@@ -82,24 +80,24 @@ def sum_rewards(chosen_P: Tensor, rejected_P: Tensor, valid_P: Tensor) -> dict[s
 
 
 def masked_sums(values: Mapping[str, Tensor], mask: Tensor) -> dict[str, Tensor]:
-    """Sum each value over what is kept, without gradients."""
+    """Sum each value over a mask, without gradients."""
     return {name: value.detach().where(mask, 0.0).sum() for name, value in values.items()}
 
 
 def mask_ids(ids_BSK: Tensor, mask_BS: Tensor) -> tuple[Tensor, Tensor]:
-    """Return ids without those at masked positions, and which are left, bool; both (B, S, K)."""
+    """Replace ids at masked positions by -100; return the ids and a mask of those that remain, both (B, S, K)."""
     ids_BSK = ids_BSK.where(mask_BS[..., None], IGNORE_INDEX)
     return ids_BSK, ids_BSK != IGNORE_INDEX
 
 
 def append_tail(log_probs_BSK: Tensor) -> Tensor:
-    """Append the log-probability of all other entries, at least that of 1e-7; (B, S, K + 1)."""
+    """Append the log-probability of all other entries together, at least log(1e-7); (B, S, K + 1)."""
     known_BS1 = log_probs_BSK.logsumexp(-1, keepdim=True).clamp(max=-1e-7)
     return torch.cat([log_probs_BSK, log1mexp(known_BS1)], -1)
 
 
 def generalized_jsd(student_BSK: Tensor, teacher_BSK: Tensor, beta: float) -> Tensor:
-    """Return the generalized Jensen-Shannon divergence of distributions given by their logarithms [nats], (B, S).
+    """Return the generalized Jensen-Shannon divergence of two distributions of log-probabilities [nats], (B, S).
 
     `beta` 0 is KL(teacher || student), 1 is KL(student || teacher).
     """
@@ -116,17 +114,17 @@ def _kl(p_BSK: Tensor, q_BSK: Tensor) -> Tensor:
 
 
 def previous_tokens(input_ids: Tensor, count: int, *, position_ids: Tensor | None = None) -> Tensor:
-    """Return the candidates of token-level unlikelihood: tokens that precede a target, without the target itself.
+    """Return the candidates of token-level unlikelihood: tokens that precede a target, except the target itself.
 
     Args:
         input_ids: int64, (B, S).
-        count: the most different tokens to return, the latest ones.
-        position_ids: int64, (B, S) or (1, S), where documents share a row; candidates are from the same document.
+        count: maximum number of distinct tokens per position; the latest are taken.
+        position_ids: int64, (B, S) or (1, S), for packed rows; candidates are from the same document.
 
     Returns:
-        int64, (B, S, count), the latest first, padded with -100; only -100 at the last position.
+        int64, (B, S, count), latest first, padded with -100. The last position has only -100.
 
-    Source: Welleck et al. 2020, arXiv:1908.04319, section 5.1, who take all of them.
+    Source: Welleck et al. 2020, arXiv:1908.04319, section 5.1, which takes all preceding tokens.
     """
     places_S = torch.arange(input_ids.shape[1], device=input_ids.device)
     begins_BS = torch.zeros_like(input_ids)
@@ -135,7 +133,7 @@ def previous_tokens(input_ids: Tensor, count: int, *, position_ids: Tensor | Non
     documents_BS = begins_BS.cumsum(1)
     found = []
     for ids_S, document_S in zip(input_ids, documents_BS, strict=True):
-        # Each token once, at its latest place before the target.
+        # Count each token once, at its latest position before the target.
         same_SS = (ids_S[:, None] == ids_S) & (document_S[:, None] == document_S)
         later_SS = same_SS & (places_S[:, None] < places_S)
         next_S = torch.where(later_SS, places_S, len(places_S)).amin(1)
@@ -150,30 +148,33 @@ def previous_tokens(input_ids: Tensor, count: int, *, position_ids: Tensor | Non
 
 
 def count_documents_with_targets(batch: Mapping[str, Tensor]) -> int:
-    """Count the documents of a whole microbatch that have a target; rows are split by `position_ids`."""
+    """Count the documents of a full microbatch that have a target; `position_ids` split rows into documents."""
     sequences = Sequences(shift_labels(batch["labels"]), batch.get("position_ids"))
     return int((sequences.sum_by_document(sequences.mask) > 0).sum())
 
 
 def select_head_output(logits: Tensor, dims: int, name: str) -> Tensor:
-    """Return the one feature of a head, at least float32, without its dim; raises ModelError for other heads."""
+    """Return the output of a head with one feature, without that dimension, in float32 or wider.
+
+    Raises ModelError for other heads.
+    """
     if logits.dim() != dims or logits.shape[-1] != 1:
         kind, shape = ("tokens", "(B, S, 1)") if dims == 3 else ("sequences", "(B, 1)")
         raise ModelError(
-            f"objective {name!r} needs a head over {kind} with one feature, {shape}, and the model gives "
-            f"{tuple(logits.shape)}. Set num_labels=1, and take a model that classifies {kind}."
+            f"objective {name!r} needs a head over {kind} with one feature, {shape}, but the model returns "
+            f"{tuple(logits.shape)}. Set num_labels=1, and use a model that classifies {kind}."
         )
     values = logits[..., 0]
     return values.to(torch.promote_types(values.dtype, torch.float32))
 
 
-# -- losses of `dpo` of a pair: (chosen, rejected, beta, label_smoothing), the first two (P,); see `preference.DPO`
+# -- pair losses of `dpo`: arguments chosen (P,), rejected (P,), beta, label_smoothing; see `preference.DPO`
 
 PairLoss = Callable[[Tensor, Tensor, float, float], Tensor]
 
 
 def smoothed_preference_loss(margin_P: Tensor, label_smoothing: float) -> Tensor:
-    """Return the cross entropy of the margin's sigmoid with label smoothing."""
+    """Return the binary cross entropy of the margin, with label smoothing."""
     loss_P = -(1 - label_smoothing) * log_sigmoid(margin_P)
     return loss_P - label_smoothing * log_sigmoid(-margin_P) if label_smoothing else loss_P
 

@@ -1,4 +1,4 @@
-"""Register the objectives of this project; imports no torch."""
+"""Register the objectives of this plugin. Imports no torch."""
 
 from __future__ import annotations
 

@@ -30,26 +30,27 @@ OLD_LOG_PROBS = Column("old_log_probs", ("B S",))
 
 
 class GRPO(ObjectiveConfig):
-    """Clipped policy loss with given advantages. For the tokens t of a sequence, with log p of the trained model,
-    log p_old of the model that sampled, and advantages A_t,
+    """Clipped policy loss with precomputed advantages. For tokens t of a sequence, log p of the trained model,
+    log p_old of the model that sampled the sequence, and advantages A_t,
 
-        ratio_t = exp(log p_t - log p_old,t), or with `importance_level: sequence` that of their mean over the sequence
+        ratio_t = exp(log p_t - log p_old,t); with `importance_level: sequence`, exp of the mean over the sequence
         loss_t  = -min(min(ratio_t, delta) A_t, clip(ratio_t, 1 - clip_low, 1 + clip_high) A_t)
                   + beta (exp(d_t) - d_t - 1) - entropy_coef H_t, d_t = log p_reference,t - log p_t
 
-    `normalize`: `sequence`, the mean over a sequence's tokens, summed and divided by the number of sequences (GRPO);
+    `normalize`: `sequence`, the sum of the means over each sequence, divided by the number of sequences (GRPO);
     `tokens`, the sum divided by the number of tokens (DAPO); `constant`, the sum divided by max_tokens and the number
-    of sequences (Dr. GRPO). With `packed`, the sequences are documents, which begin where `position_ids` do not rise.
+    of sequences (Dr. GRPO). With `packed`, each document is a sequence; it starts where `position_ids` do not increase.
 
-    `correction` is for rollouts of another engine: the first term is multiplied by exp(log p_old,t - log p_sampling,t),
-    or that of its sum over the sequence, clamped to [correction_min, correction_max] (truncate) or set to 0 outside of
-    it (mask). A NaN stands for an unknown probability.
+    `correction` is for rollouts of another engine. It multiplies the first term by exp(log p_old,t - log p_sampling,t),
+    or by exp of its sum over the sequence, clamped to [correction_min, correction_max] (truncate) or set to 0 outside
+    of that range (mask). A NaN is an unknown probability, taken as equal to the other one.
 
-    Columns: `advantages`, (B,) or (B, S); `old_log_probs` (B, S), optional: without it those of this forward, which is
-    right for one update per rollout; `reference_log_probs` (B, S) where beta > 0; `sampling_log_probs` (B, S) with a
-    correction; `position_ids` where packed.
-    Sums: `clip_ratio/low_mean`, `clip_ratio/high_mean`, `clip_ratio/region_mean`, `kl` where beta > 0, `entropy` if it
-    takes part or `report_entropy`; divided by `num_tokens`, means over tokens (`tokens`) or over means of sequences.
+    Columns: `advantages`, (B,) or (B, S); `old_log_probs` (B, S), optional: the default, those of this forward, is
+    correct for one update per rollout; `reference_log_probs` (B, S) if beta > 0; `sampling_log_probs` (B, S) with a
+    correction; `position_ids` if packed.
+    Sums: `clip_ratio/low_mean`, `clip_ratio/high_mean`, `clip_ratio/region_mean`; `kl` if beta > 0; `entropy` if
+    entropy_coef > 0 or with `report_entropy`. Divided by `num_tokens`, they are means over tokens with
+    `normalize: tokens`, else means over sequences of the mean over a sequence.
     Sources: Shao et al. 2024, arXiv:2402.03300; DAPO, Yu et al. 2025, arXiv:2503.14476; Dr. GRPO, Liu et al. 2025,
     arXiv:2503.20783; GSPO, Zheng et al. 2025, arXiv:2507.18071; Schulman 2020, "Approximating KL divergence", k3.
     In trl: GRPOTrainer with loss_type="grpo", "dapo" or "dr_grpo"; importance_sampling_level, epsilon, epsilon_high,
@@ -58,35 +59,39 @@ class GRPO(ObjectiveConfig):
 
     name: ClassVar[str] = "grpo"
 
-    clip_low: Fraction = Field(default=0.2, description="How far a ratio may fall below 1.")
-    clip_high: NonNegativeFloat = Field(default=0.2, description="How far it may rise above 1.")
+    clip_low: Fraction = Field(default=0.2, description="A ratio is clipped at 1 - clip_low.")
+    clip_high: NonNegativeFloat = Field(default=0.2, description="A ratio is clipped at 1 + clip_high.")
     delta: Annotated[float, Field(gt=1, allow_inf_nan=False)] | None = Field(
-        default=None, description="Highest ratio where the advantage is negative; null: none."
+        default=None, description="Maximum ratio if the advantage is negative; null: none."
     )
-    beta: NonNegativeFloat = Field(default=0.0, description="Factor of the KL divergence from a reference.")
-    entropy_coef: NonNegativeFloat = Field(default=0.0, description="Factor of the entropy, which is rewarded.")
-    importance_level: Literal["token", "sequence"] = Field(default="token", description="Of what the ratio is taken.")
-    normalize: Normalize = Field(default="sequence", description="What the sum is divided by.")
+    beta: NonNegativeFloat = Field(default=0.0, description="Weight of the KL divergence from the reference model.")
+    entropy_coef: NonNegativeFloat = Field(default=0.0, description="Weight of the entropy bonus.")
+    importance_level: Literal["token", "sequence"] = Field(
+        default="token", description="Compute the ratio per token or per sequence."
+    )
+    normalize: Normalize = Field(default="sequence", description="Divisor of the sum; see the formulas.")
     max_tokens: int | None = Field(
-        default=None, ge=1, description="What a sequence's sum is divided by where constant."
+        default=None, ge=1, description="Divisor of a sequence's sum with normalize: constant."
     )
-    packed: bool = Field(default=False, description="Sequences are documents of rows.")
-    correction: Correction | None = Field(default=None, description="For rollouts of another engine; null: none.")
-    correction_min: NonNegativeFloat | None = Field(default=None, description="Lowest correction; null: none.")
-    correction_max: PositiveFloat | None = Field(default=3.0, description="Highest one; null: none.")
-    report_entropy: bool = Field(default=False, description="Sum the entropy also where it does not take part.")
+    packed: bool = Field(default=False, description="Rows are packed: each document is a sequence.")
+    correction: Correction | None = Field(
+        default=None, description="Importance weights for rollouts of another engine; null: none."
+    )
+    correction_min: NonNegativeFloat | None = Field(default=None, description="Minimum correction; null: none.")
+    correction_max: PositiveFloat | None = Field(default=3.0, description="Maximum correction; null: none.")
+    report_entropy: bool = Field(default=False, description="Report the entropy even if entropy_coef is 0.")
 
     @model_validator(mode="after")
     def _check_combinations(self) -> GRPO:
         if (self.normalize == "constant") != (self.max_tokens is not None):
             raise ValueError(
-                f"normalize={self.normalize!r} with max_tokens={self.max_tokens}: max_tokens is what "
-                f"normalize='constant' divides by, and nothing to the others. Set both, or neither"
+                f"normalize={self.normalize!r} with max_tokens={self.max_tokens}: max_tokens is the divisor of "
+                f"normalize='constant', and has no effect otherwise. Set both, or neither"
             )
         if self.delta is not None and self.delta <= 1 + self.clip_high:
             raise ValueError(
-                f"delta={self.delta:g} is not above 1 + clip_high = {1 + self.clip_high:g}, so that it would clip "
-                f"first. Raise it"
+                f"delta={self.delta:g} is not above 1 + clip_high = {1 + self.clip_high:g}, so it would clip before "
+                f"clip_high does. Raise it"
             )
         low, high = self.correction_min, self.correction_max
         if low is not None and high is not None and low > high:
@@ -117,17 +122,18 @@ class GRPO(ObjectiveConfig):
 
 
 class PPO(GRPO):
-    """`grpo` with a ratio per token, divided by the number of tokens, and `old_log_probs` required. Values are trained
-    by `value`, with another model or head.
+    """`grpo` with other defaults: the loss is divided by the number of tokens, and `old_log_probs` is required.
 
-    Columns and sums: those of `grpo`.
+    Train the value function with `value`, with another model or head.
+
+    Columns and sums: as `grpo`.
     Source: Schulman et al. 2017, arXiv:1707.06347, equation 7, with its KL penalty and entropy bonus. In trl: the loss
-    of GRPOTrainer's loss_type="dapo"; once PPOTrainer, with cliprange = clip_low = clip_high.
+    of GRPOTrainer with loss_type="dapo"; formerly PPOTrainer, with cliprange = clip_low = clip_high.
     """
 
     name: ClassVar[str] = "ppo"
 
-    normalize: Normalize = Field(default="tokens", description="What the sum is divided by.")
+    normalize: Normalize = Field(default="tokens", description="Divisor of the sum; see the formulas of grpo.")
 
     @property
     def accepted_columns(self) -> tuple[Column, ...]:
@@ -135,19 +141,21 @@ class PPO(GRPO):
 
 
 class Value(ObjectiveConfig):
-    """Half the squared error of values v against returns R at the positions that predict a token, divided by targets.
+    """Half the squared error of values v against returns R, summed over targets and divided by their number.
 
-    With `clip` c and the values v_old of the rollout, max((v - R)^2, (clip(v, v_old - c, v_old + c) - R)^2) / 2.
+    With `clip` c and the values v_old of the rollout: max((v - R)^2, (clip(v, v_old - c, v_old + c) - R)^2) / 2.
 
     Columns: `returns` (B, S); `old_values` (B, S) with `clip`.
-    Sums: `value`; `clipfrac`, where the clipped error is the larger one.
-    Source: Schulman et al. 2016, arXiv:1506.02438; OpenAI's baselines of arXiv:1707.06347 for the clip.
+    Sums: `value`; with `clip`, `clipfrac`, the number of targets whose clipped error is the larger.
+    Source: Schulman et al. 2016, arXiv:1506.02438; clip of OpenAI Baselines' PPO, arXiv:1707.06347.
     """
 
     name: ClassVar[str] = "value"
     input_kind: ClassVar[InputKind] = "outputs"
 
-    clip: PositiveFloat | None = Field(default=0.2, description="How far a value may move; null: any.")
+    clip: PositiveFloat | None = Field(
+        default=0.2, description="Clip range around the values of the rollout; null: none."
+    )
 
     @property
     def accepted_columns(self) -> tuple[Column, ...]:
@@ -163,7 +171,7 @@ class Value(ObjectiveConfig):
         each = {"value": value_BS}
         if self.clip is not None:
             old_BS = mask_to_targets(outputs, batch["old_values"], value_BS)
-            # Clamping leaves a value inside the range unchanged, without rounding.
+            # `clamp` does not round values inside of the range.
             clipped_BS = (value_BS.clamp(old_BS - self.clip, old_BS + self.clip) - returns_BS) ** 2
             each["clipfrac"] = (clipped_BS > error_BS).to(error_BS.dtype)
             error_BS = error_BS.maximum(clipped_BS)
@@ -171,13 +179,13 @@ class Value(ObjectiveConfig):
 
 
 class _PolicyLoss:
-    """The loss of one microbatch; every part is summed over each sequence.
+    """The loss of one microbatch. All terms are first summed over each sequence.
 
-    A factor per sequence, such as a ratio by sequence, is applied to sums over sequences: -sum_t min(r A_t, c A_t)
-    equals -(min(r, c) sum_t A_t+ + max(r, c) sum_t A_t-), with the positive and negative advantages A+ and A-. So rows
-    and packed documents are treated alike.
+    A factor per sequence, such as a ratio r with clipped value c, is applied to these sums: -sum_t min(r A_t, c A_t)
+    equals -(min(r, c) sum_t A_t+ + max(r, c) sum_t A_t-), with the positive and negative parts A+ and A- of the
+    advantages. So rows and packed documents need no separate code.
 
-    Shapes: B rows of a microbatch, S positions of each, D sequences: rows, or the documents in them.
+    Shapes: B rows of a microbatch, S positions per row, D sequences: rows, or documents if packed.
     """
 
     def __init__(self, options: GRPO, tokens: Tokens, batch: BatchColumns) -> None:
@@ -186,7 +194,7 @@ class _PolicyLoss:
         self._advantages_BS = self._read_column("advantages")
 
     def compute(self) -> tuple[Tensor, ExtraSums]:
-        """Return the sum, scalar, and further sums."""
+        """Return the summed loss, a scalar, and extra sums."""
         options, dtype = self.options, self._log_probs_BS.dtype
         loss_D, (low, high) = self._compute_surrogate()
         clipped = {"low_mean": low, "high_mean": high, "region_mean": low | high}
@@ -206,7 +214,7 @@ class _PolicyLoss:
         return (loss_D / divisor).sum(), sums
 
     def _compute_surrogate(self) -> tuple[Tensor, tuple[Tensor, Tensor]]:
-        """The first term, (D,); and what is clipped below and above, bool, (B, S), or (D,) for ratios by sequence."""
+        """Return the first term, (D,), and clip masks (low, high): bool, (B, S), or (D,) for sequence ratios."""
         options = self.options
         old_BS = self._read_column("old_log_probs") if "old_log_probs" in self._batch else self._log_probs_BS.detach()
         log_ratio_BS, token_weight_BS, weight_D = self._log_probs_BS - old_BS, None, None
@@ -225,7 +233,7 @@ class _PolicyLoss:
             up_D = self._sum_by_sequence(advantages_BS.clamp(min=0))
             down_D = self._sum_by_sequence(advantages_BS.clamp(max=0))
             surrogate_D = -(once_D.minimum(clipped_D) * up_D + once_D.maximum(clipped_D) * down_D)
-            # The sign of the sequence's total advantage: its tokens usually share one.
+            # Use the sign of the total advantage; the tokens of a sequence usually share one.
             mean_D = self._sum_by_sequence(self._advantages_BS)
             gains, losses = mean_D > 0, mean_D < 0
         surrogate_D = surrogate_D if weight_D is None else surrogate_D * weight_D
@@ -238,7 +246,7 @@ class _PolicyLoss:
         return once, ratio.clamp(1 - options.clip_low, 1 + options.clip_high)
 
     def _compute_correction(self, old_BS: Tensor) -> Tensor:
-        """Importance weights of another engine's rollouts: (B, S) by token, (D,) by sequence; no gradient."""
+        """Return importance weights for rollouts of another engine, without gradient: (B, S), or (D,) per sequence."""
         kind = self.options.correction or ""
         difference = (old_BS - self._read_column("sampling_log_probs")).nan_to_num(nan=0.0).detach()
         factor = (self._sum_by_sequence(difference) if kind.startswith("sequence") else difference).exp()
@@ -257,10 +265,10 @@ class _PolicyLoss:
         )
 
     def _sum_values_by_sequence(self, values: Tensor) -> Tensor:
-        """Sum values by token, or by sequence, over each sequence's tokens, (D,)."""
+        """Sum values per token, or values per sequence for each token, over each sequence, (D,)."""
         return self._sum_by_sequence(values) if self.options.importance_level == "token" else values * self._lengths_D
 
     @cached_property
     def _lengths_D(self) -> Tensor:
-        """Targets of each sequence, at least 1."""
+        """Number of targets of each sequence, at least 1, (D,)."""
         return self._sum_by_sequence(self._tokens.mask.to(self._log_probs_BS.dtype)).clamp(min=1)

@@ -1,8 +1,8 @@
 """Preference objectives: pairs of a chosen and a rejected answer, or single answers that are desirable or not.
 
-A pair is two consecutive rows: 2i is chosen, 2i + 1 rejected. All labels but the answers' are masked.
+A pair is two consecutive rows: 2i is chosen, 2i + 1 rejected. All labels except those of answers are masked.
 
-Shapes: B rows of a microbatch, S positions of each, P = B / 2 pairs.
+Shapes: B rows of a microbatch, S positions per row, P = B / 2 pairs.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from meshwright.plugin import Outputs, Tokens
 
 REFERENCE_LOG_PROBS = Column("reference_log_probs", ("B", "B S"))
-BETA_DESCRIPTION = "Factor of the log-ratios: how far the model may go from the reference."
+BETA_DESCRIPTION = "Factor of the log-ratios. A larger one keeps the model closer to the reference."
 SMOOTHED_LOSSES = ("sigmoid", "robust", "exo_pair")
 LabelSmoothing = Annotated[float, Field(ge=0, lt=0.5)]
 PairLossName = Literal[
@@ -46,10 +46,11 @@ PairLossName = Literal[
 
 
 class DPO(SequenceObjective):
-    """Preference loss without a reward model, divided by the number of pairs. With w and l the sums over the chosen
-    and the rejected answer of log p - log p_reference, h = beta (w - l), s = sigmoid, and token counts n, `loss` is
+    """Preference loss without a reward model, divided by the number of pairs. With w and l the sums of
+    log p - log p_reference over the chosen and the rejected answer, h = beta (w - l), s = sigmoid, token counts n_w
+    and n_l, and e = label_smoothing, `loss` is
 
-        sigmoid      -log s(h); with label_smoothing e, -(1 - e) log s(h) - e log s(-h) (cDPO)
+        sigmoid      -(1 - e) log s(h) - e log s(-h); cDPO if e > 0
         robust       (-(1 - e) log s(h) + e log s(-h)) / (1 - 2 e), arXiv:2403.00409
         hinge        max(0, 1 - h), arXiv:2309.06657
         ipo          (w / n_w - l / n_l - 1 / (2 beta))^2, arXiv:2310.12036
@@ -61,9 +62,9 @@ class DPO(SequenceObjective):
         apo_down     s(beta w) + 1 - s(h), arXiv:2408.06266
         sigmoid_norm -log s(beta (w / n_w - l / n_l))
 
-    plus rpo_alpha times the mean of -log p over the chosen answer's tokens. `reference_free`: log p_reference is 0.
+    plus rpo_alpha times the mean of -log p over the chosen answer's tokens. If `reference_free`, log p_reference is 0.
 
-    Columns: `reference_log_probs`, (B, S) as `manager.token_stats` gives them, or (B,) summed over answers.
+    Columns: `reference_log_probs`, (B, S) as `manager.token_stats` returns them, or (B,) summed over answers.
     Sums: `rewards/chosen`, `rewards/rejected` (beta w, beta l), `rewards/margins`, `rewards/accuracies`,
     `logps/chosen`, `logps/rejected`, and `nll` with rpo_alpha; over pairs.
     Source: Rafailov et al. 2023, arXiv:2305.18290; rpo_alpha of Pang et al. 2024, arXiv:2404.19733. In trl: `loss_type`
@@ -73,25 +74,25 @@ class DPO(SequenceObjective):
     name: ClassVar[str] = "dpo"
     group_size: ClassVar[int] = 2
 
-    loss: PairLossName = Field(default="sigmoid", description="What is made of a pair.")
+    loss: PairLossName = Field(default="sigmoid", description="Loss of a pair.")
     beta: PositiveFloat = Field(default=0.1, description=BETA_DESCRIPTION)
     label_smoothing: LabelSmoothing = Field(
-        default=0.0, description="How often a label is wrong; for sigmoid, robust and exo_pair."
+        default=0.0, description="Assumed rate of wrong labels; for sigmoid, robust and exo_pair."
     )
-    reference_free: bool = Field(default=False, description="Compare with nothing; the column is not needed.")
+    reference_free: bool = Field(default=False, description="Use no reference model; the column is not needed.")
     rpo_alpha: NonNegativeFloat = Field(
-        default=0.0, description="Factor of the chosen answer's mean negative log-probability."
+        default=0.0, description="Weight of the chosen answer's mean negative log-probability."
     )
 
     @model_validator(mode="after")
     def _check_smoothing(self) -> DPO:
         if self.label_smoothing and self.loss not in SMOOTHED_LOSSES:
             raise ValueError(
-                f"label_smoothing={self.label_smoothing:g} means nothing to loss={self.loss!r}. Set it to 0, or loss "
+                f"label_smoothing={self.label_smoothing:g} has no effect on loss={self.loss!r}. Set it to 0, or loss "
                 f"to one of {', '.join(SMOOTHED_LOSSES)}"
             )
         if self.loss == "exo_pair" and not self.label_smoothing:
-            raise ValueError("loss='exo_pair' takes a logarithm of label_smoothing: set it above 0, such as 1e-3")
+            raise ValueError("loss='exo_pair' takes the logarithm of label_smoothing=0: set it above 0, such as 1e-3")
         return self
 
     @property
@@ -123,29 +124,31 @@ class DPO(SequenceObjective):
 
 
 class KTO(SequenceObjective):
-    """Loss of single answers, divided by their number. With w the sum over an answer of log p - log p_reference,
+    """Loss of single answers, divided by their number. With w the sum of log p - log p_reference over an answer,
 
         desirable_weight (1 - sigmoid(beta (w - kl))) where the answer is desirable,
         undesirable_weight (1 - sigmoid(beta (kl - w))) where it is not;
 
-    `apo_zero_unpaired`: the same with kl = 0.
+    With `loss: apo_zero_unpaired`, kl = 0.
 
-    kl, at least 0, estimates how far the model is from the reference: the mean over the global batch of the sums of
-    log p - log p_reference over answers to other prompts. That is no sum over this batch's tokens, so it is a column,
-    computed before the step: see docs/reference/objectives.md.
+    kl, at least 0, estimates the divergence of the model from the reference: the mean over the global batch of the
+    sums of log p - log p_reference over answers to other prompts. It is not a sum over tokens of this batch, so it is
+    a column, computed before the step: see docs/reference/objectives.md.
 
     Columns: `reference_log_probs`, (B, S) or (B,); `desirable` (B,), bool; `reference_kl` (B,), for `kto`.
-    Sums: `rewards/chosen` and `logps/chosen` over desirable answers, `rewards/rejected` and `logps/rejected` over
-    others, and their numbers, `count/chosen` and `count/rejected`.
+    Sums: `rewards/chosen`, `logps/chosen` and their number `count/chosen` over desirable answers; `rewards/rejected`,
+    `logps/rejected` and `count/rejected` over others.
     Source: Ethayarajh et al. 2024, arXiv:2402.01306; arXiv:2408.06266. In trl: KTOTrainer.
     """
 
     name: ClassVar[str] = "kto"
 
-    loss: Literal["kto", "apo_zero_unpaired"] = Field(default="kto", description="Whether kl takes part.")
+    loss: Literal["kto", "apo_zero_unpaired"] = Field(
+        default="kto", description="Loss of an answer; apo_zero_unpaired does not need kl."
+    )
     beta: PositiveFloat = Field(default=0.1, description=BETA_DESCRIPTION)
-    desirable_weight: NonNegativeFloat = Field(default=1.0, description="Of wanted answers.")
-    undesirable_weight: NonNegativeFloat = Field(default=1.0, description="Of others.")
+    desirable_weight: NonNegativeFloat = Field(default=1.0, description="Weight of desirable answers.")
+    undesirable_weight: NonNegativeFloat = Field(default=1.0, description="Weight of other answers.")
 
     @property
     def accepted_columns(self) -> tuple[Column, ...]:
@@ -169,21 +172,21 @@ class KTO(SequenceObjective):
 
 
 class ORPO(SequenceObjective):
-    """Preference loss in one stage, without a reference, divided by pairs. With a and b the mean log-probability of the
-    chosen and the rejected answer's tokens, and odds(x) = exp(x) / (1 - exp(x)),
+    """Preference loss without a reference model, divided by the number of pairs. With a and b the mean
+    log-probabilities of the tokens of the chosen and the rejected answer, and odds(x) = exp(x) / (1 - exp(x)),
 
         -a - beta log sigmoid(log(odds(a) / odds(b)))
 
-    Sums: `rewards/...` of `dpo`, of beta a and beta b; `logps/chosen` and `logps/rejected` (a and b), `nll`,
+    Sums: those of `dpo` named `rewards/...`, for beta a and beta b; `logps/chosen`, `logps/rejected` (a, b), `nll`,
     `log_odds_ratio`, `log_odds_chosen`; over pairs.
     Source: Hong et al. 2024, arXiv:2403.07691, equations 6 and 7, where beta is lambda. In trl: ORPOTrainer
-    (experimental), whose first term is over prompt and answer, and a mean over all chosen tokens of a microbatch.
+    (experimental), whose first term covers prompt and answer, and is a mean over all chosen tokens of a microbatch.
     """
 
     name: ClassVar[str] = "orpo"
     group_size: ClassVar[int] = 2
 
-    beta: NonNegativeFloat = Field(default=0.1, description="Factor of the odds ratio.")
+    beta: NonNegativeFloat = Field(default=0.1, description="Weight of the odds ratio term.")
 
     def __call__(self, tokens: Tokens, batch: BatchColumns) -> tuple[Tensor, ExtraSums]:
         from .functional import (
@@ -210,13 +213,14 @@ class ORPO(SequenceObjective):
 
 
 class SimPO(SequenceObjective):
-    """Preference loss on mean log-probabilities, a of the chosen and b of the rejected answer, divided by pairs:
+    """Preference loss on mean log-probabilities, divided by the number of pairs; a is of the chosen, b of the rejected:
 
         -(1 - e) log sigmoid(h) - e log sigmoid(-h), h = beta (a - b) - gamma, e = label_smoothing
 
     plus sft_weight times -a.
 
-    Sums: `rewards/...` of `dpo`, of beta a and beta b; `logps/chosen`, `logps/rejected` (a, b), and `nll`; over pairs.
+    Sums: those of `dpo` named `rewards/...`, for beta a and beta b; `logps/chosen`, `logps/rejected` (a, b),
+    `nll`; over pairs.
     Source: Meng et al. 2024, arXiv:2405.14734. In trl: CPOTrainer (experimental) with loss_type="simpo", `simpo_gamma`,
     and `cpo_alpha` for sft_weight, which it takes as a mean over all chosen tokens of a microbatch.
     """
@@ -225,9 +229,9 @@ class SimPO(SequenceObjective):
     group_size: ClassVar[int] = 2
 
     beta: PositiveFloat = Field(default=2.0, description="Factor of the mean log-probabilities.")
-    gamma: NonNegativeFloat = Field(default=0.5, description="By how much the chosen one is to be better.")
-    label_smoothing: LabelSmoothing = Field(default=0.0, description="How often a label is wrong.")
-    sft_weight: NonNegativeFloat = Field(default=0.0, description="Factor of the chosen answer's cross entropy.")
+    gamma: NonNegativeFloat = Field(default=0.5, description="Target margin between chosen and rejected.")
+    label_smoothing: LabelSmoothing = Field(default=0.0, description="Assumed rate of wrong labels.")
+    sft_weight: NonNegativeFloat = Field(default=0.0, description="Weight of the chosen answer's cross entropy.")
 
     def __call__(self, tokens: Tokens, batch: BatchColumns) -> tuple[Tensor, ExtraSums]:
         from .functional import (
@@ -251,15 +255,15 @@ class SimPO(SequenceObjective):
 
 
 class Reward(SequenceObjective):
-    """Reward model loss of pairs, for rewards c of the chosen and r of the rejected row, divided by pairs:
+    """Reward model loss, divided by the number of pairs; c is the reward of the chosen row, r of the rejected one:
 
-        -log sigmoid(c - r - margin) + center (c + r)^2
+        -log sigmoid(c - r - margin) + center_coefficient (c + r)^2
 
     Row 2i is chosen, 2i + 1 rejected.
 
-    Columns: `margin` (B,) of the chosen row, optional.
+    Columns: `margin` (B,), of which the value of the chosen row is used, optional.
     Sums: `rewards/chosen`, `rewards/rejected`, `rewards/margins`, `rewards/accuracies`.
-    Source: Bradley and Terry 1952; margins of Touvron et al. 2023, arXiv:2307.09288; centring of Eisenstein et al.
+    Source: Bradley and Terry 1952; margin of Touvron et al. 2023, arXiv:2307.09288; centring of Eisenstein et al.
     2023, arXiv:2312.09244. In trl: RewardTrainer, `center_rewards_coefficient`.
     """
 
@@ -267,7 +271,9 @@ class Reward(SequenceObjective):
     input_kind: ClassVar[InputKind] = "outputs"
     group_size: ClassVar[int] = 2
 
-    center_coefficient: NonNegativeFloat = Field(default=0.0, description="Factor of the square of a pair's sum.")
+    center_coefficient: NonNegativeFloat = Field(
+        default=0.0, description="Weight of the squared sum of a pair's rewards."
+    )
 
     @property
     def accepted_columns(self) -> tuple[Column, ...]:

@@ -1,6 +1,6 @@
-"""Objectives with a given target: cross entropy, distillation, unlikelihood.
+"""Supervised objectives: cross entropy, distillation, unlikelihood.
 
-Shapes: B rows of a microbatch, S positions of each, K entries of a position.
+Shapes: B rows of a microbatch, S positions per row, K entries per position.
 """
 
 from __future__ import annotations
@@ -33,21 +33,22 @@ class CrossEntropy(ObjectiveConfig):
 
         w ((1 - label_smoothing) (-log p_y) + label_smoothing / V sum_v(-log p_v) + z_loss (log Z)^2)
 
-    Targets of weight 0 are not counted. Weights of 0 and 1 mask, with the mean of torch and Megatron; other weights
-    are relative to 1 and are not divided by their sum, which `last_sums["weights"]` has.
+    Targets of weight 0 are not counted. So weights of 0 and 1 act as a mask, with the same mean as in torch and
+    Megatron. Other weights are not normalized; their sum is in `last_sums["weights"]`.
 
     Columns: `weights` (B, S), optional.
-    Sums: `correct`, targets with no likelier token, and `entropy`, if named in `sums`; `weights` with the column.
+    Sums: `correct`, the number of targets with no likelier token, and `entropy`, if in `extra_sums`; `weights` with
+    the column.
     Sources: `label_smoothing` of torch.nn.functional.cross_entropy (Szegedy et al. 2016, arXiv:1512.00567); z-loss of
     Chowdhery et al. 2022, arXiv:2204.02311, section 5. In trl: SFTTrainer, whose `mean_token_accuracy` is `correct`.
     """
 
     name: ClassVar[str] = "cross_entropy"
 
-    label_smoothing: Fraction = Field(default=0.0, description="Part of the target that all tokens share evenly.")
-    z_loss: NonNegativeFloat = Field(default=0.0, description="Factor of the squared logsumexp; 1e-4 in the paper.")
+    label_smoothing: Fraction = Field(default=0.0, description="Probability that is spread evenly over the vocabulary.")
+    z_loss: NonNegativeFloat = Field(default=0.0, description="Weight of the squared logsumexp; 1e-4 in the paper.")
     extra_sums: list[Literal["correct", "entropy"]] = Field(
-        default=[], description="What else is summed; each costs a little."
+        default=[], description="Further values to sum; each adds some cost."
     )
 
     @property
@@ -84,16 +85,17 @@ class CrossEntropy(ObjectiveConfig):
 class Unlikelihood(ObjectiveConfig):
     """Cross entropy plus a penalty on the candidates C of each target y, divided by the number of targets:
 
-        -log p_y - alpha sum_{c in C} log(1 - p_c), 1 - p_c of at least 1e-5, as in the authors' code
+        -log p_y - alpha sum_{c in C} log(1 - p_c), where 1 - p_c is at least 1e-5, as in the authors' code
 
-    Columns: `negatives` (B, S, K), int64, -100 for none; `meshwright.objectives.previous_tokens` makes the paper's.
-    Sums: `nll` and `unlikelihood`, the two terms without alpha.
-    Source: Welleck et al. 2020, arXiv:1908.04319, equation 4. trl has none.
+    Columns: `negatives` (B, S, K), int64, padded with -100; `meshwright.objectives.previous_tokens` returns those of
+    the paper.
+    Sums: `nll` and `unlikelihood`, the two terms, without alpha.
+    Source: Welleck et al. 2020, arXiv:1908.04319, equation 4. Not in trl.
     """
 
     name: ClassVar[str] = "unlikelihood"
 
-    alpha: NonNegativeFloat = Field(default=1.0, description="Factor of the second term.")
+    alpha: NonNegativeFloat = Field(default=1.0, description="Weight of the unlikelihood term.")
 
     @property
     def accepted_columns(self) -> tuple[Column, ...]:
@@ -111,37 +113,43 @@ class Unlikelihood(ObjectiveConfig):
 
 
 class Distill(ObjectiveConfig):
-    """Divergence of the student p from the top entries of a teacher q at each position, divided by targets:
+    """Divergence of the student p from the top entries of a teacher q, divided by the number of targets:
 
-        weight D + (1 - weight) (-log p_y), y the label
+        weight D + (1 - weight) (-log p_y), where y is the label
 
     D is the forward KL(q || p) for `beta` 0, the reverse KL(p || q) for 1, and between them the generalized
     Jensen-Shannon divergence beta KL(q || m) + (1 - beta) KL(p || m), m = beta q + (1 - beta) p. The mass outside of
-    the teacher's entries is one more entry (`tail: entry`), or both are normalized (`tail: renormalize`).
+    the teacher's entries becomes one more entry (`tail: entry`), or p and q are renormalized over these entries
+    (`tail: renormalize`).
 
-    A temperature divides all logits. It needs `tail: renormalize`, where the sum over other entries cancels. The
-    teacher's log-probabilities are those at temperature 1, and nothing is multiplied by its square.
+    The temperature divides all logits. It requires `tail: renormalize`, where the sum over other entries cancels.
+    `teacher_log_probs` are those at temperature 1. The loss is not multiplied by the squared temperature.
 
-    Columns: `teacher_ids` (B, S, K), int64, -100 for fewer; `teacher_log_probs` (B, S, K).
+    Columns: `teacher_ids` (B, S, K), int64, padded with -100; `teacher_log_probs` (B, S, K).
     Sums: `divergence`, and `nll` with a weight below 1.
     Source: Hinton et al. 2015, arXiv:1503.02531; Agarwal et al. 2024, arXiv:2306.13649. In trl: `beta` of
-    DistillationTrainer and GKDTrainer; on the server's top-k, `tail: entry` is `loss_add_tail=True`.
+    DistillationTrainer and GKDTrainer; with the server's top-k, `tail: entry` is `loss_add_tail=True`.
     """
 
     name: ClassVar[str] = "distill"
 
     beta: Fraction = Field(default=0.0, description="0: forward KL; 1: reverse KL; between: Jensen-Shannon.")
     tail: Literal["entry", "renormalize"] = Field(
-        default="entry", description="What the mass outside of the teacher's entries is: one entry, or nothing."
+        default="entry",
+        description="Treatment of the mass outside of the teacher's entries: one more entry, or renormalization.",
     )
-    temperature: PositiveFloat = Field(default=1.0, description="Of both; other than 1 with renormalize.")
-    weight: Fraction = Field(default=1.0, description="Of the divergence; 1 - weight is the cross entropy's.")
+    temperature: PositiveFloat = Field(
+        default=1.0, description="Temperature of student and teacher; other than 1 only with tail: renormalize."
+    )
+    weight: Fraction = Field(
+        default=1.0, description="Weight of the divergence; 1 - weight is that of the cross entropy."
+    )
 
     @model_validator(mode="after")
     def _check_temperature(self) -> Distill:
         if self.temperature != 1 and self.tail == "entry":
             raise ValueError(
-                f"temperature={self.temperature:g} with tail='entry' would take a sum over the whole vocabulary. Set "
+                f"temperature={self.temperature:g} with tail='entry' would need a sum over the full vocabulary. Set "
                 f"temperature=1, or tail='renormalize'"
             )
         return self
@@ -168,7 +176,7 @@ class Distill(ObjectiveConfig):
         return loss_BS.sum(), masked_sums(each, kept_BS)
 
     def _to_distribution(self, log_probs_BSK: Tensor) -> Tensor:
-        """Log-probabilities of a full distribution, (B, S, K) or (B, S, K + 1)."""
+        """Return the log-probabilities of a full distribution, (B, S, K) or (B, S, K + 1)."""
         from .functional import append_tail
 
         if self.tail == "entry":

@@ -1,4 +1,4 @@
-"""Hooks and commands: `meshwright plan` (a run, or its best layout) and `explain` (it as text). Imports no torch."""
+"""Hooks and the commands `meshwright plan` and `meshwright explain`. Imports no torch."""
 
 from __future__ import annotations
 
@@ -40,14 +40,14 @@ OutputFiles: TypeAlias = tuple[Path | None, Path | None]
 
 def plan(
     run_file: Annotated[
-        Path | None, typer.Argument(help="A run file (YAML). The data it names are not read.", show_default=False)
+        Path | None, typer.Argument(help="A run file (YAML). Its data are not read.", show_default=False)
     ] = None,
     world: Annotated[int | None, typer.Option(min=1, help="Number of ranks.")] = None,
     device: Annotated[
         str | None,
         typer.Option(
             help="Device to plan for: a name such as h200, or your own YAML file; default: h100-80gb. With "
-            "--calibrate: the device whose figures fill in what is not measured."
+            "--calibrate: the device that supplies the figures that are not measured."
         ),
     ] = None,
     json_file: Annotated[Path | None, typer.Option("--json", help="Write the plan to this JSON file.")] = None,
@@ -63,7 +63,9 @@ def plan(
         str | None, typer.Option(help="With --gpus: tokens per step, such as 4M (4 * 2**20); default: the run file's.")
     ] = None,
     max_nodes: Annotated[int | None, typer.Option(help="With --gpus: use at most this many nodes.")] = None,
-    run_out: Annotated[Path | None, typer.Option("--write", help="With --gpus: write the best as a run file.")] = None,
+    run_out: Annotated[
+        Path | None, typer.Option("--write", help="With --gpus: write the best layout as a run file.")
+    ] = None,
     calibrate: Annotated[Path | None, typer.Option(help="Measure this machine; write its device file here.")] = None,
     calibrated_ranks: Annotated[
         int | None, typer.Option("--ranks", min=1, help="With --calibrate: ranks that compute at the same time.")
@@ -106,7 +108,7 @@ def _search(
     output_files: OutputFiles,
     plot_files: OutputFiles,
 ) -> None:
-    """Recommend layouts; write them as JSON, the best as a run file, and pictures of the best."""
+    """Search for layouts; print them, and write the results as JSON, and the best as a run file and as plots."""
     from .search.recommend import build_tables, recommend_layouts, write_run_file
 
     found = recommend_layouts(file, changes, gpus, device, **options)
@@ -123,14 +125,14 @@ def _search(
 
 
 def load_job_config(run_file: Path, assignments: list[str]) -> RunConfig:
-    """Load a run file, which may leave out how long the run is."""
+    """Load a run file, which may leave out the length of the run."""
     from meshwright_run.run_file import RunConfig, read_unbounded_values
 
     return validate_config(RunConfig, read_unbounded_values(run_file, assignments), where=str(run_file))
 
 
 def check_job_config(config: RunConfig, world: int) -> None:
-    """Check a run on so many ranks, as far as possible without torch."""
+    """Check a run on `world` ranks, as far as possible without torch."""
     from meshwright_run.run_file import check_new_model, resolve_layout
 
     resolve_layout(config, world)
@@ -140,30 +142,30 @@ def check_job_config(config: RunConfig, world: int) -> None:
 def _check_one_mode(run_file: Path | None, **modes: Any) -> None:
     given = [f"--{name}" for name, value in modes.items() if value is not None]
     if len(given) != 1:
-        reported = " and ".join(given) or "none of them"
+        reported = " and ".join(given) or "none of these"
         raise ConfigError(
-            f"give one of --world N (plan a run file), --gpus N (find its best layout) and --calibrate FILE (measure "
+            f"give one of --world N (plan a run file), --gpus N (find its best layout) or --calibrate FILE (measure "
             f"this machine), not {reported}."
         )
     if (run_file is None) != (given == ["--calibrate"]):
         raise ConfigError(
             f"{given[0]} needs a run file: meshwright plan run.yaml {given[0]} ..."
             if run_file is None
-            else f"--calibrate measures a machine, and needs no run file; leave {run_file} out."
+            else f"--calibrate measures a machine and needs no run file. Leave {run_file} out."
         )
 
 
 def _check_requires(mode: str, value: Any, **options: Any) -> None:
     for name, given in options.items():
         if given is not None and value is None:
-            raise ConfigError(f"--{name.replace('_', '-')} belongs to --{mode}. Leave it out, or give that.")
+            raise ConfigError(f"--{name.replace('_', '-')} needs --{mode}. Add that, or leave the option out.")
 
 
 def _plan_and_print(
     config: RunConfig, world: int, device: str, ranks: Any, imbalance: float, plot_files: OutputFiles, layouts: Any = ()
 ) -> dict[str, Any]:
     with gc_paused():
-        check_job_config(config, world)  # frequent mistakes are found before all that is imported to trace a step
+        check_job_config(config, world)  # report common mistakes before the imports that a trace needs
         from .config import load_device_spec
         from .goodput.advice import estimate_failure_cost
         from .goodput.advice import render_failure_cost as reported_failures
@@ -211,7 +213,9 @@ def explain(
     run_file: RunFileArgument,
     world: Annotated[
         int | None,
-        typer.Option(min=1, help="Number of ranks, which need not exist; default: as many as `train` would start."),
+        typer.Option(
+            min=1, help="Number of ranks, which need not exist; default: the number that `train` would start."
+        ),
     ] = None,
     assignments: SetOption = None,
     traceback: TracebackOption = False,
@@ -254,7 +258,7 @@ def register_commands(app: typer.Typer) -> None:
 
 @hookimpl
 def register_run_sections() -> list[RunSection]:
-    description = "What is known of a run before it begins; see docs/reference/plan.md."
+    description = "Predictions for a run before it starts; see docs/reference/plan.md."
     return [RunSection("plan", PlanConfig, description, default=PlanConfig())]
 
 

@@ -1,4 +1,4 @@
-"""A plan as tables for a terminal; sizes and times with units."""
+"""Tables of a plan for a terminal, and formatting of sizes and times with units."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def format_seconds(seconds: float) -> str:
 
 
 def build_tables(plan: Mapping[str, Any]) -> list[Table]:
-    """Return memory by owner, activations, time and collectives of each traced rank of a plan."""
+    """Return tables of memory by owner, activations, time and collectives, with rows for each traced rank."""
     return [_memory_table(plan), _activation_table(plan), _time_table(plan), _collective_table(plan)]
 
 
@@ -39,7 +39,7 @@ def new_table(title: str, columns: Sequence[str], left: Sequence[str] = ALIGNED_
 
 
 def _memory_table(plan: Mapping[str, Any]) -> Table:
-    title = f"{plan['strategy']} on {plan['mesh']}: memory of a rank at its peak [MiB]"
+    title = f"{plan['strategy']} on {plan['mesh']}: peak memory per rank [MiB]"
     shown = (*OWNERS, LIBRARIES)
     made = new_table(title, ("rank", *shown, "peak", "reserved", "between steps", "operator at the peak"))
     for each in plan["ranks"]:
@@ -52,7 +52,7 @@ def _memory_table(plan: Mapping[str, Any]) -> Table:
 
 
 def _activation_table(plan: Mapping[str, Any]) -> Table:
-    made = new_table("activations at the peak, by the module that made them [MiB]", ("rank", "module", "MiB"))
+    made = new_table("activations at the peak by module [MiB]", ("rank", "module", "MiB"))
     for each in plan["ranks"]:
         for module, size in sorted(each["activations_by_module"].items(), key=lambda item: -item[1]):
             made.add_row(str(each["rank"]), module, _format_mib(size))
@@ -62,8 +62,8 @@ def _activation_table(plan: Mapping[str, Any]) -> Table:
 def _time_table(plan: Mapping[str, Any]) -> Table:
     tokens = plan["tokens_per_second_per_device"]
     title = (
-        f"a step on {plan['device']}: {plan['step_seconds']:.4g} s, {tokens:,.0f} tokens a second and device; "
-        f"seconds in which streams are busy"
+        f"step time on {plan['device']}: {plan['step_seconds']:.4g} s, {tokens:,.0f} tokens per second and device; "
+        f"busy time of each stream [s]"
     )
     streams = list(dict.fromkeys(name for each in plan["ranks"] for name in each["busy_seconds"]))
     made = new_table(title, ("rank", *streams, "not computing", "step"))
@@ -75,7 +75,7 @@ def _time_table(plan: Mapping[str, Any]) -> Table:
 
 
 def _collective_table(plan: Mapping[str, Any]) -> Table:
-    made = new_table("collectives of a step", ("rank", "kind", "group", "ranks", "dtype", "calls", "MiB"))
+    made = new_table("collectives per step", ("rank", "kind", "group", "ranks", "dtype", "calls", "MiB"))
     for each in plan["ranks"]:
         for row in each["collectives"]:
             cells = [row["kind"], row["group"], str(row["ranks"]), row["dtype"], str(row["calls"])]

@@ -1,36 +1,37 @@
-"""How long a step takes: its traced operators, played on the streams of a device.
+"""Time of a step: a simulation of its traced operators on the streams of a device.
 
 [Note: streams] The host issues operators in order and runs ahead of the device. A device computes on one stream, and
-the collectives of each group run in order on a stream of their own. An operator waits for the last one on another
-stream that has written what it reads or writes, so communication is hidden behind what does not need it.
+the collectives of each group run in order on a stream of their own. An operator waits for the last writer, on another
+stream, of the memory that it reads or writes. So communication overlaps with operators that do not depend on it.
 
-[Note: waits of sharded data parallelism] FSDP gathers a unit only when the unit before the last has been copied out of
-its buffer, and packs gradients only when those of the unit before have been reduced
+[Note: FSDP synchronization] FSDP gathers a unit only when the unit before the last has been copied out of its buffer,
+and packs gradients only when those of the previous unit have been reduced
 (torch/distributed/fsdp/_fully_shard/_fsdp_param_group.py: `wait_for_unshard`, `post_backward`).
 
-[Note: hosts] A CPU is its own host: it has one computing stream, and issues nothing while it computes. Collectives are
-carried by threads of their own on the same cores, so it computes less meanwhile. So may accelerators.
+[Note: hosts] A CPU is its own host: it has one computing stream, and issues nothing while it computes. Separate threads
+on the same cores run the collectives, which slows computing down. Accelerators can be slowed down too: `overlap_speed`.
 
-[Note: the slowest] Devices of one kind differ in speed, and each step waits for all: all compute as the slowest does.
+[Note: the slowest device] Devices of one kind differ in speed, and each step waits for all of them. So all are assumed
+to compute at the speed of the slowest.
 
-[Note: pipelines] All stages are played together. A message leaves when it is made and arrives when the link has carried
-it; whoever reads it waits. Bubbles follow from this.
+[Note: pipelines] All stages are simulated together. A message is sent when it is computed and arrives after the time of
+its link; the operator that reads it waits. Pipeline bubbles follow from this.
 
-[Note: rings and trees] A ring over n ranks on m nodes takes n - 1 steps to gather or to reduce and scatter, of which
-m - 1 go between nodes, and twice as many to do both. Each device passes nearly the whole tensor on inside of its node;
-what enters a node is shared by the group's devices there, each over its own rail. A tree reduces and sends back in
-steps that grow with log2(m), at `TREE_BANDWIDTH_RATIO` times the rate of a ring: small messages take it. This is the
-model by which NCCL chooses among its algorithms (NVIDIA/nccl, src/graph/tuning.cc).
+[Note: rings and trees] On a ring over n ranks and m nodes, all-gather and reduce-scatter take n - 1 steps, of which
+m - 1 are between nodes; all-reduce takes twice as many. Each device sends nearly the full tensor within its node; the
+traffic that enters a node is divided over the group's devices there, each with its own link. On a tree, all-reduce
+takes steps in proportion to log2(m), at `TREE_BANDWIDTH_RATIO` times the bandwidth of a ring, so it is faster for small
+messages. NCCL chooses its algorithm with this model (NVIDIA/nccl, src/graph/tuning.cc).
 
-[Note: causal attention] An attention has two products of each pair of a query and a key that act on each other, and its
-backward five (Dao, arXiv:2307.08691). With neither a mask nor `is_causal` all pairs act. A mask is taken for the causal
-one whose last query is that of the last key, as parts of a sequence have it under context parallelism.
+[Note: causal attention] Attention computes two products for each pair of a query and a key that attend to each other,
+and its backward five (Dao, arXiv:2307.08691). Without a mask and without `is_causal`, all pairs attend. A mask is taken
+as causal, with the last query at the position of the last key, as for the parts of a sequence in context parallelism.
 
-[Note: groups] A grouped product, as experts have it, is as fast as the product of one group: the rows of all, which are
-the largest size, divided by the number of groups.
+[Note: grouped products] A grouped matrix product, as of experts, is as fast as the product of one group: the rows of
+all groups, which are the largest size, are divided by the number of groups.
 
-[Note: fusion] Compiled code runs consecutive operators without products as one kernel, which reads what they have not
-made themselves and writes what is read later.
+[Note: fusion] Compiled code runs consecutive operators other than matrix products as one kernel. It reads what the
+operators have not written themselves, and writes what is read later.
 """
 
 from __future__ import annotations
@@ -50,11 +51,11 @@ from .trace import Operation, StepTrace
 
 MESSAGE_KINDS = ("send", "recv", "recv_any_source")
 TREE_BANDWIDTH_RATIO = 0.5 / 3.8
-"""Rate of a tree by that of a ring: it sends up and down, and short messages carry flags with their data."""
+"""Bandwidth of a tree relative to a ring: it sends up and down, and short messages carry flags with their data."""
 
 
 def find_group_ranks(group: str, rank: int, degrees: Degrees, size: int) -> list[int]:
-    """Return the ranks of the group (axis, view, or else neighbours) of `size` ranks that `rank` is in."""
+    """Return the ranks of the group of `rank` along an axis or view; for other names, `size` consecutive ranks."""
     for axes in (ROOT_AXES, EXPERT_AXES):
         wanted = VIEWS.get(group, (group,))
         if not set(wanted) <= set(axes):
@@ -73,7 +74,7 @@ def find_group_ranks(group: str, rank: int, degrees: Degrees, size: int) -> list
 
 
 def estimate_collective_seconds(kind: str, size: float, ranks: Sequence[int], node: NodeSpec) -> float:
-    """Return the time of one collective of a tensor of `size` bytes, once all ranks have come to it."""
+    """Return the time [s] of a collective on a tensor of `size` bytes, once all ranks have called it."""
     count, nodes = len(ranks), len({rank // node.ranks for rank in ranks})
     if count == 1:
         return 0.0
@@ -102,7 +103,7 @@ def estimate_collective_seconds(kind: str, size: float, ranks: Sequence[int], no
 
 
 def compute_bytes_sent(kind: str, size: float, ranks: Sequence[int], node: NodeSpec) -> tuple[float, float]:
-    """Return the bytes that each device sends inside of its node and to other nodes, on a ring."""
+    """Return the bytes that each device sends within its node and to other nodes, on a ring."""
     count, nodes = len(ranks), len({rank // node.ranks for rank in ranks})
     if count == 1 or kind.startswith("recv"):
         return 0.0, 0.0
@@ -116,19 +117,18 @@ def compute_bytes_sent(kind: str, size: float, ranks: Sequence[int], node: NodeS
     return rounds * near, rounds * size * (nodes - 1) / nodes / here
 
 
-VIEW_COST = 0.2  # Host time of an operator that issues no kernel, in operators
+VIEW_COST = 0.2  # Host time of an operator that launches no kernel, relative to one that does
 HOST_ONLY_PREFIXES = ("aten.empty", "aten.new_empty", "aten.lift_fresh", "prim.")
 _GATHER_OPS = ("embedding", "index_select", "index.Tensor", "gather.default", "slice_scatter")
 
 
 def is_kernel(operation: Operation) -> bool:
-    """Return whether the device has work to do: the host alone makes views and empty tensors."""
+    """Return whether an operator launches a kernel; views and empty tensors need only the host."""
     return bool(operation.writes) and not operation.name.startswith(HOST_ONLY_PREFIXES)
 
 
 def estimate_kernel_seconds(operation: Operation, device: DeviceSpec, relative_speed: float = 1.0) -> float:
-    """Return the time of an operator by itself; its arithmetic runs at `relative_speed` times the speed of the
-    device."""
+    """Return the time [s] of an operator alone on the device; arithmetic runs at `relative_speed` times its speed."""
     moved = sum(size for _, size in (*operation.reads, *operation.writes))
     if any(name in operation.name for name in _GATHER_OPS):
         moved = min(moved, 2 * sum(size for _, size in operation.writes))
@@ -147,19 +147,19 @@ def _estimate_arithmetic_seconds(operation: Operation, device: DeviceSpec) -> fl
         reached = device.attention_backward_efficiency if is_backward else device.attention_efficiency
         return operation.flops / (device.flops[known] * reached)
     sizes = [size for shape in [each for each in operation.shapes if len(each) > 1][-2:] for size in shape[-2:]]
-    # See [Note: groups].
+    # See [Note: grouped products].
     groups = next((shape[0] for shape in operation.shapes[2:] if len(shape) == 1), 1)
     return operation.flops / device.matmul_rate(known, min(*sizes, max(sizes) // groups) if sizes else 1)
 
 
 def fuse_operations(operations: Sequence[Operation]) -> list[Operation]:
     """Return the operations that compiled code runs; see [Note: fusion]."""
-    last = {block: place for place, each in enumerate(operations) for block, _ in (*each.reads, *each.writes)}
+    last = {block: index for index, each in enumerate(operations) for block, _ in (*each.reads, *each.writes)}
     found: list[Operation] = []
     chain: list[Operation] = []
-    for place, each in enumerate(operations):
+    for index, each in enumerate(operations):
         if each.flops or each.collective_index is not None or each.name.startswith("fsdp."):
-            found += [*_fuse_chain(chain, place, last), each]
+            found += [*_fuse_chain(chain, index, last), each]
             chain = []
         else:
             chain.append(each)
@@ -167,7 +167,7 @@ def fuse_operations(operations: Sequence[Operation]) -> list[Operation]:
 
 
 def _fuse_chain(chain: Iterable[Operation], end: int, last: dict[int, int]) -> list[Operation]:
-    """Join a chain that ends before the place `end` into one operation; none if it writes nothing that is read."""
+    """Fuse a chain that ends before index `end` into one operation; return none if no output is read later."""
     kernels = [each for each in chain if is_kernel(each)]
     reads: dict[int, int] = {}
     writes: dict[int, int] = {}
@@ -185,12 +185,12 @@ def _fuse_chain(chain: Iterable[Operation], end: int, last: dict[int, int]) -> l
     return [Operation("fused", 0, size, (), dtype, None, tuple(reads.items()), kept, log_length=logged, phase=phase)]
 
 
-MessageId: TypeAlias = tuple[int, int, int]  # Ranks from and to, and the number of the message between them
+MessageId: TypeAlias = tuple[int, int, int]  # Sender, receiver, and number of the message between them
 
 
 @dataclass(frozen=True)
 class TimelineSpan:
-    """One operator on a stream, from `start` to `end` [s]; `logged` and `phase` are those of the operation."""
+    """One operator on a stream, from `start` to `end` [s]; `log_length` and `phase` are those of the operation."""
 
     stream: str
     name: str
@@ -202,7 +202,7 @@ class TimelineSpan:
 
 @dataclass(frozen=True)
 class Timeline:
-    """A step of one rank: its seconds, and spans in the order in which they were issued."""
+    """A simulated step of one rank: its time, and its spans in the order of issue."""
 
     rank: int
     seconds: float
@@ -215,7 +215,7 @@ class Timeline:
 def simulate_timelines(
     traces: Sequence[StepTrace], degrees: Degrees, device: DeviceSpec, **options: Any
 ) -> list[Timeline]:
-    """Play a step on ranks that exchange messages only with each other; `options` are those of `_Rank`."""
+    """Simulate a step on ranks that send messages only to each other; `options` are those of `_RankSimulator`."""
     sent: dict[MessageId, float] = {}
     ranks = [_RankSimulator(trace, degrees, device, sent, **options) for trace in traces]
     waiting = {rank.trace.rank: rank.run() for rank in ranks}
@@ -225,7 +225,7 @@ def simulate_timelines(
         for number in done:
             del waiting[number]
         if waiting and not done and len(sent) == known:
-            raise MeshError(f"ranks {sorted(waiting)} wait for messages that none of the ranks that were traced sends.")
+            raise MeshError(f"ranks {sorted(waiting)} wait for messages that no traced rank sends.")
     return [Timeline(rank.trace.rank, rank.end, tuple(rank.spans)) for rank in ranks]
 
 
@@ -235,11 +235,9 @@ class _RankSimulator:
     degrees: Degrees
     device: DeviceSpec
     arrival_times: dict[MessageId, float]
-    is_compiled: bool = False  # whether operators without products are fused
-    chunked_groups: Collection[
-        str
-    ] = ()  # groups whose collectives pass parts, computing on one while others are passed
-    waits_for_messages: bool = True  # False: messages are there when they are asked for
+    is_compiled: bool = False  # whether operators are fused; see [Note: fusion]
+    chunked_groups: Collection[str] = ()  # groups whose collectives overlap with computing on chunks that have arrived
+    waits_for_messages: bool = True  # False: messages have arrived when they are read
     host_time: float = 0.0
     stream_free_at: dict[str, float] = field(default_factory=lambda: defaultdict(float))
     written_at: dict[int, tuple[str, float]] = field(default_factory=dict)
@@ -252,14 +250,14 @@ class _RankSimulator:
     spans: list[TimelineSpan] = field(default_factory=list)
 
     def __post_init__(self) -> None:
-        self.relative_speed = self.device.straggler_speed(self.degrees.world_size)  # see [Note: the slowest]
+        self.relative_speed = self.device.straggler_speed(self.degrees.world_size)  # see [Note: the slowest device]
 
     @property
     def end(self) -> float:
         return max(self.host_time, *self.stream_free_at.values())
 
     def run(self) -> Iterator[MessageId]:
-        """Play all operators; yield each message that must have been sent before the next is asked for."""
+        """Simulate all operators; yield each message that must be sent before the simulation can continue."""
         operations = self.trace.operations
         of_stream = assign_streams(operations)
         for each in fuse_operations(operations) if self.is_compiled else operations:
@@ -277,7 +275,7 @@ class _RankSimulator:
                 self.host_time += VIEW_COST * self.device.launch_overhead_s
 
     def _compute(self, operation: Operation, of_stream: dict[int, str]) -> None:
-        touched = [block for block, _ in (*operation.reads, *operation.writes)]
+        blocks = [block for block, _ in (*operation.reads, *operation.writes)]
         after = 0.0
         if self.device.is_host:
             stream = COMPUTE
@@ -285,7 +283,7 @@ class _RankSimulator:
             stream = GATHER
             after = self.copy_out_times[-2] if len(self.copy_out_times) > 1 else 0.0
         else:
-            stream = REDUCE if all(of_stream.get(block) == REDUCE for block in touched) else COMPUTE
+            stream = REDUCE if all(of_stream.get(block) == REDUCE for block in blocks) else COMPUTE
         if operation.name.startswith("fsdp.chunk_cat") and not self.device.is_host:
             after = self.last_reduced_at
         end = self._schedule(
@@ -323,7 +321,7 @@ class _RankSimulator:
                 self.pending_messages |= {block: message for block, _ in operation.writes}
 
     def _schedule(self, stream: str, operation: Operation, duration: float, not_before: float = 0.0) -> float:
-        """Put an operator on a stream, behind what it needs, and return its end."""
+        """Add an operator to a stream, after the operators that it depends on, and return its end [s]."""
         self.host_time += self.device.launch_overhead_s
         known = [
             self.written_at[block] for block, _ in (*operation.reads, *operation.writes) if block in self.written_at
@@ -343,7 +341,7 @@ class _RankSimulator:
         return end
 
     def _find_compute_end(self, now: float, duration: float) -> float:
-        """Return when `duration` seconds of computing are done that begin `now`; see [Note: hosts]."""
+        """Return the end of `duration` seconds of computing that start at `now`; see [Note: hosts]."""
         speed = self.device.overlap_speed
         if speed == 1 or not duration:
             return now + duration
@@ -354,14 +352,14 @@ class _RankSimulator:
                 break
             duration -= max(0.0, start - now)
             now = max(now, start)
-            beside = max(0.0, end - now) * speed
-            if duration <= beside:
+            overlapped = max(0.0, end - now) * speed
+            if duration <= overlapped:
                 return now + duration / speed
-            duration -= beside
+            duration -= overlapped
             now = max(now, end)
         return now + duration
 
 
 def find_pipeline_ranks(rank: int, degrees: Degrees) -> list[int]:
-    """Return the ranks of all stages that a rank exchanges messages with, itself included."""
+    """Return the ranks of all pipeline stages that a rank exchanges messages with, including its own."""
     return find_group_ranks("pp", rank, degrees, degrees.pp)

@@ -1,4 +1,4 @@
-"""The steps of one rank, with what they hold, send and compute: on a planned world, or as they happen on a real one."""
+"""Trace training steps of one rank: memory, collectives and operators, in a fake world or in a real one."""
 
 from __future__ import annotations
 
@@ -42,28 +42,28 @@ from meshwright.plugin import (
 
 from .meter import MemorySnapshot, StepMeter
 
-BlockBytes: TypeAlias = tuple[tuple[int, int], ...]  # (block, bytes of it), each block once
+BlockBytes: TypeAlias = tuple[tuple[int, int], ...]  # pairs (block, bytes), each block once
 
 
 @dataclass(frozen=True)
 class TrainingJob:
-    """What is to be planned."""
+    """A training job to trace: model, strategies, optimizer and batch."""
 
     stack: Stack
     degrees: Degrees
     build_model: Callable[[], nn.Module]
     optimizer_factory: OptimizerFactory
-    num_microbatches: int = 1  # of a rank in a step; `rows` sequences of each, of `length` tokens
-    micro_batch_size: int = 1
-    seq_len: int = 16
+    num_microbatches: int = 1  # per rank and step
+    micro_batch_size: int = 1  # sequences per microbatch
+    seq_len: int = 16  # tokens per sequence
     max_grad_norm: float | None = 1.0
     grad_norm_type: float = 2.0
-    num_layers: int = 0  # blocks of the model; 0: not known
+    num_layers: int = 0  # number of blocks of the model; 0: unknown
     build_with_layers: Callable[[int], nn.Module] | None = None
-    expert_imbalance: float = 1.0  # how much more often than on average routers choose the busiest experts
-    is_compiled: bool = False  # whether blocks are compiled; they are traced as written, and timed as fused operators
-    chunked_groups: tuple[str, ...] = ()  # groups whose collectives overlap with computing on parts; see `time.play`
-    ema: EMAConfig | None = None  # of an average of the weights
+    expert_imbalance: float = 1.0  # load of the busiest experts relative to the mean
+    is_compiled: bool = False  # whether blocks are compiled: traced as eager, timed as fused operators
+    chunked_groups: tuple[str, ...] = ()  # groups whose collectives overlap with computing; see `timeline`
+    ema: EMAConfig | None = None  # moving average of the weights
 
     def with_num_layers(self, layers: int) -> TrainingJob:
         if self.build_with_layers is None or layers == self.num_layers:
@@ -71,12 +71,12 @@ class TrainingJob:
         return replace(self, build_model=functools.partial(self.build_with_layers, layers), num_layers=layers)
 
     def build(self, mesh: Mesh) -> tuple[nn.Module, StrategyManager]:
-        """Return the model and a manager of the job's strategies, which are real where their values matter."""
+        """Build the model and the manager. Values that determine behaviour are real even in a fake world."""
         with real_compute():
             return self.build_model(), self.stack.build(mesh)
 
     def make_batch(self, model: nn.Module) -> Batch:
-        """Return a microbatch with token ids in the vocabulary of the model."""
+        """Return a microbatch whose token ids are in the vocabulary of the model."""
         vocabulary = getattr(getattr(model, "config", None), "vocab_size", None) or 2
         with real_compute():
             ids = (
@@ -92,34 +92,34 @@ class Operation:
 
     name: str
     flops: int
-    bytes: int  # read and written
+    bytes: int  # sum over input and output tensors
     shapes: tuple[tuple[int, ...], ...]
-    dtype: torch.dtype | None  # of the first given tensor; None: there is none
-    collective_index: int | None  # index in `Trace.collectives`; None: it is no collective
+    dtype: torch.dtype | None  # of the first input tensor; None: no tensor
+    collective_index: int | None  # index in `StepTrace.collectives`; None: no collective
     reads: BlockBytes = ()
     writes: BlockBytes = ()
-    peer: int | None = None  # place in its group of the sender or receiver of a message
-    log_length: int = 0  # length of `Trace.log` when it ended
+    peer: int | None = None  # sender or receiver of a message, as rank in its group
+    log_length: int = 0  # length of `StepTrace.memory_log` at its end
     phase: str = ""  # "forward", "backward" or "optimizer", clipping included
 
 
 @dataclass(frozen=True)
 class StepTrace:
-    """A step of one rank, after those that make what is kept."""
+    """A traced step of one rank, after the steps that create persistent state."""
 
     rank: int
-    peak: MemorySnapshot  # peak, after: what was held at the peak, and between steps
-    between_steps: MemorySnapshot
-    collectives: tuple[Collective, ...]  # in the order in which they were issued, without messages of the control plane
-    operations: tuple[Operation, ...]  # as well, collectives included
-    memory_log: tuple[tuple[int, int], ...]
+    peak: MemorySnapshot
+    between_steps: MemorySnapshot  # at the end of the step
+    collectives: tuple[Collective, ...]  # in order of issue, without messages of the control plane
+    operations: tuple[Operation, ...]  # in order of issue, including collectives
+    memory_log: tuple[tuple[int, int], ...]  # pairs (block, change of its bytes)
     owners_by_block: Mapping[int, str] = field(
         default_factory=dict
-    )  # of the blocks in `log`; see [Note: owners] in `meter`
+    )  # of the blocks in `memory_log`; see [Note: owners] in `meter`
 
 
 class NoWeights:
-    """Weights of a model that is never computed; see `meshwright.model.weights.Weights`."""
+    """Placeholder for the weights of a model on the meta device; see `meshwright.model.weights.Weights`."""
 
     def __contains__(self, name: object) -> bool:
         return False
@@ -146,19 +146,19 @@ class _OperationRecorder(CollectiveRecorder):
         reads, writes = memory_access(self._meter, operation, args, kwargs, result)
         named = bind_arguments(operation, args, kwargs) if call is not None and operation.namespace == "c10d" else {}
         peer = next((named[name] for name in ("dst", "src") if name in named), None)
-        places = peer, self._meter.log_length, self._meter.step_phase
+        more = peer, self._meter.log_length, self._meter.step_phase
         self.operations.append(
-            Operation(get_operation_name(operation), flops, size, shapes, dtype, call, reads, writes, *places)
+            Operation(get_operation_name(operation), flops, size, shapes, dtype, call, reads, writes, *more)
         )
 
 
 def trace_job(job: TrainingJob, mesh: Mesh) -> StepTrace:
-    """Build the job on this rank of a mesh of its degrees, and run its steps. Collective on a real world."""
+    """Build the job on this rank of a mesh and trace a step. Collective on a real world."""
     return trace_job_steps(job, mesh, [job.num_microbatches])[0]
 
 
 def trace_job_steps(job: TrainingJob, mesh: Mesh, microbatch_counts: Sequence[int]) -> list[StepTrace]:
-    """Trace steps with each of these numbers of microbatches, ascending, instead of the job's; see `trace`."""
+    """Trace one step for each number of microbatches, which must be ascending; see `trace_job`."""
     model, manager = job.build(mesh)
     make_batch = functools.partial(job.make_batch, model)
     batches = [make_batch() for _ in range(microbatch_counts[0])]
@@ -182,7 +182,7 @@ def trace_job_steps(job: TrainingJob, mesh: Mesh, microbatch_counts: Sequence[in
         meter.set_owner(list_tensors([*optimizer.state.values()]), "optimizer")
         return timeline
 
-    # The first steps make what is kept, such as the state of the optimizer, from few tokens.
+    # The first steps create persistent state, such as that of the optimizer; one microbatch is enough.
     for _ in range(manager.steady_after_steps):
         step(batches[:1])
     found = []
@@ -218,7 +218,7 @@ def _track_modules(parts: Sequence[nn.Module], meter: StepMeter) -> Iterator[Non
 
 
 def mask_layer_numbers(name: str) -> str:
-    """Return the name of a module or parameter with "*" for the numbers of blocks."""
+    """Return the name of a module or parameter with each layer number replaced by "*"."""
     return re.sub(r"\.\d+(?=\.|$)", ".*", name)
 
 
@@ -241,27 +241,27 @@ def _run_step(manager: StrategyManager, job: TrainingJob, batches: list[Batch], 
     meter.phase = "other"
 
 
-# -- memory that operators touch, by the numbers of blocks in `meshwright.tracing.observers`
+# -- memory access of operators; blocks are numbered by `meshwright.tracing.observers`
 
 
 def memory_access(
     meter: MemoryMeter, operation: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], result: Any
 ) -> tuple[BlockBytes, BlockBytes]:
-    """Return what an operator has read, and what it has written; views write nothing."""
+    """Return the blocks that an operator has read, and those that it has written; views write none."""
     read: list[Tensor] = []
     written: list[Tensor] = []
     changes = _written_positions(operation)
-    for place, value in (*enumerate(args), *kwargs.items()):
+    for key, value in (*enumerate(args), *kwargs.items()):
         tensors = list(list_tensors(value))
-        if place in changes:
+        if key in changes:
             written += tensors
-        if place not in changes or place != "out":
+        if key not in changes or key != "out":
             read += tensors
     if operation.namespace in ("c10d", "fsdp"):
         given = bind_arguments(operation, args, kwargs)
         written += list_tensors([value for name, value in given.items() if _is_output_argument(operation, name)])
     reads, changed = _sum_block_bytes(meter, read), _sum_block_bytes(meter, written)
-    # The result of a view is the memory that it was given.
+    # The result of a view is in the memory of its input.
     known = {block for block, _ in (*reads, *changed)}
     made = tuple(each for each in _sum_block_bytes(meter, list_tensors(result)) if each[0] not in known)
     return reads, (*changed, *made)
@@ -273,7 +273,7 @@ def _written_positions(operation: Any) -> frozenset[int | str]:
 
 
 def _is_output_argument(operation: Any, argument: str) -> bool:
-    """Return whether an operator writes an argument that its schema does not mark, as collectives do."""
+    """Return whether an operator writes an argument that its schema does not mark as mutable, as collectives do."""
     name = operation.overloadpacket.__name__
     if operation.namespace == "c10d":
         return not argument.startswith("input") and name != "send"
@@ -285,7 +285,7 @@ def _sum_block_bytes(meter: MemoryMeter, tensors: Iterable[Tensor]) -> BlockByte
     for tensor in tensors:
         block = None if is_on_meta(tensor) else meter.live_storages.get(id(get_storage(tensor)))
         if block is not None:
-            # Several parts of one block count together, as those of a split that are concatenated.
+            # Views of one block are summed, such as the parts of a split that are concatenated.
             size = found.get(block.index, 0) + tensor.numel() * tensor.element_size()
             found[block.index] = min(size, block.nbytes)
     return tuple(found.items())

@@ -1,1 +1,1 @@
-"""Pictures of a plan, on a page and as PNG files."""
+"""Plots of a plan, as an HTML page and as PNG files."""

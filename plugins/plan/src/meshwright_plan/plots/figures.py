@@ -1,7 +1,7 @@
-"""Still pictures of a plan: the map of a mesh, bytes over links, layouts by time and memory.
+"""Static plots of a plan: map of the mesh, traffic over links, and layouts by time and memory.
 
-[Note: the map] Axes are blocks within blocks. Ranks fill nodes in their order, so a node is a block too. An axis that
-reaches beyond a node is drawn in two parts, within nodes and between them. Of equal blocks the first has its contents.
+[Note: mesh map] Axes are drawn as nested boxes. Ranks fill nodes in order, so a node is a box too. An axis that spans
+nodes is drawn as two levels: within nodes and between them. Of several equal boxes, only the first shows its contents.
 """
 
 from __future__ import annotations
@@ -30,35 +30,35 @@ from .plot_data import (
 
 NODE, TIMES, DASH = "node", "\N{MULTIPLICATION SIGN}", "\N{EN DASH}"
 GROUP_DESCRIPTIONS = {
-    "pp": "other blocks of the model each; activations go from stage to stage, gradients back",
-    "dp_replicate": "the same parameters each; gradients are summed",
-    "dp_shard": "a part of each parameter each, gathered before use; gradients are reduced to the parts",
-    "cp": "a part of each sequence each; keys and values are passed",
-    "tp": "a slice of each matrix each; activations are gathered or summed",
-    "ep": "other experts each; tokens go to where theirs are",
-    "ep_shard": "a part of the same experts each",
-    "dp": "different rows of a batch each",
-    "dp_cp": "different tokens of a batch each; losses and their counts are summed",
-    "dp_shard_cp": "a part of each parameter each, gathered before use; gradients are reduced to the parts",
+    "pp": "different blocks of the model; activations are sent to the next stage, gradients to the previous one",
+    "dp_replicate": "the same parameters; gradients are summed",
+    "dp_shard": "a shard of each parameter, gathered before use; gradients are reduced and scattered",
+    "cp": "a part of each sequence; keys and values are exchanged",
+    "tp": "a slice of each weight matrix; activations are gathered or summed",
+    "ep": "different experts; tokens are sent to the ranks of their experts",
+    "ep_shard": "a shard of the same experts",
+    "dp": "different rows of a batch",
+    "dp_cp": "different tokens of a batch; losses and token counts are summed",
+    "dp_shard_cp": "a shard of each parameter, gathered before use; gradients are reduced and scattered",
 }
-MAX_RANKS_DRAWN = 32  # Meshes of this many ranks or fewer are drawn rank by rank
+MAX_RANKS_DRAWN = 32  # Up to this many ranks, every rank is drawn
 HEADER_HEIGHT, GAP, PADDING, MAX_ROW_WIDTH = 20, 6, 8, 960
-LETTER_WIDTH = 7.2  # Width of a letter, in pixels
+LETTER_WIDTH = 7.2  # in pixels
 
 
 @dataclass(frozen=True)
 class MeshLevel:
-    """An axis of the mesh, its part within or between nodes, or the node itself (`NODE`, without a link)."""
+    """One level of nested boxes: an axis, its part within or between nodes, or a node (`NODE`, with an empty link)."""
 
     axis: str
-    count: int  # blocks along it
-    ranks: int  # in each block
+    count: int  # number of boxes
+    ranks: int  # number of ranks in each box
     link: str = ""
 
 
 @dataclass(frozen=True)
 class RankGroup:
-    """The ranks along an axis or view of the mesh that one rank belongs to."""
+    """Group of ranks along an axis or view of the mesh."""
 
     name: str
     ranks: tuple[int, ...]
@@ -69,7 +69,7 @@ class RankGroup:
 
 
 def build_levels(degrees: Degrees, device: DeviceSpec, axes: Sequence[str] = ROOT_AXES) -> list[MeshLevel]:
-    """Return the levels of the mesh from the outermost, without axes of a single rank."""
+    """Return the levels of the mesh, outermost first; axes of size 1 are left out."""
     node, world = device.node.ranks, degrees.world_size
     found, inner = [], world
     for axis in axes:
@@ -88,7 +88,7 @@ def build_levels(degrees: Degrees, device: DeviceSpec, axes: Sequence[str] = ROO
 
 
 def list_rank_groups(degrees: Degrees, device: DeviceSpec, rank: int) -> list[RankGroup]:
-    """Return the groups of a rank along all axes and views in which it is not alone."""
+    """Return the groups that a rank belongs to, along all axes and views; groups of one rank are left out."""
     found = []
     for name in [*ROOT_AXES, *VIEWS, *(["ep_shard", "ep"] if degrees.ep > 1 else [])]:
         ranks = find_group_ranks(name, rank, degrees, get_group_size(name, degrees))
@@ -103,30 +103,30 @@ def list_rank_groups(degrees: Degrees, device: DeviceSpec, rank: int) -> list[Ra
 
 
 def get_group_size(name: str, degrees: Degrees) -> int:
-    """Return the number of ranks along an axis or view."""
+    """Return the number of ranks in a group along an axis or view."""
     return math.prod(getattr(degrees, axis) for axis in VIEWS.get(name, (name,)))
 
 
 @dataclass(frozen=True)
 class Box:
-    """A rectangle of the map, in pixels."""
+    """A rectangle of the mesh map, in pixels."""
 
     x: float
     y: float
     width: float
     height: float
-    kind: str  # "level", "node", "rank", "block" (of ranks that are not drawn) or "more" (several such blocks)
+    kind: str  # "level", "node", "rank", "block" (ranks not drawn one by one) or "more" (several such blocks)
     text: str
-    link: str = ""  # of a level
+    link: str = ""  # only for levels
 
 
 def build_boxes(degrees: Degrees, device: DeviceSpec, axes: Sequence[str] = ROOT_AXES) -> list[Box]:
-    """Return the rectangles of the map; the first one encloses all others."""
+    """Return the rectangles of the mesh map; the first encloses all others."""
     return _draw_block(build_levels(degrees, device, axes), 0, degrees, device)
 
 
 def _draw_block(rest: Sequence[MeshLevel], first: int, degrees: Degrees, device: DeviceSpec) -> list[Box]:
-    """Draw a block that begins with the rank `first` and has the levels `rest`."""
+    """Draw the levels `rest`, from rank `first`."""
     if not rest:
         return [Box(0, 0, 8 + LETTER_WIDTH * max(4, len(f"{degrees.world_size - 1}")), 24, "rank", f"{first}")]
     level, inner = rest[0], rest[1:]
@@ -146,17 +146,17 @@ def _draw_children(
     most = level.count if has_all else (8 if not inner else 3)
     shown = list(range(level.count)) if level.count <= most + 1 else [*range(most - 1), level.count - 1]
     before = -1
-    for place in shown:
-        begin = first + place * level.ranks
-        if place > before + 1:
-            yield [_draw_placeholder("more", f"{TIMES} {place - before - 1:,} more")]
-        if place == 0 or has_all or not inner:
+    for index in shown:
+        begin = first + index * level.ranks
+        if index > before + 1:
+            yield [_draw_placeholder("more", f"{TIMES} {index - before - 1:,} more")]
+        if index == 0 or has_all or not inner:
             yield _draw_block(inner, begin, degrees, device)
         else:
             is_node = inner[0].axis == NODE
-            name = f"node {begin // device.node.ranks}" if is_node else f"{level.axis} {place}"
+            name = f"node {begin // device.node.ranks}" if is_node else f"{level.axis} {index}"
             yield [_draw_placeholder("block", f"{name}: {begin}{DASH}{begin + level.ranks - 1}")]
-        before = place
+        before = index
 
 
 def _draw_placeholder(kind: str, text: str) -> Box:
@@ -164,7 +164,7 @@ def _draw_placeholder(kind: str, text: str) -> Box:
 
 
 def _frame_boxes(children: Sequence[list[Box]], kind: str, text: str, link_name: str) -> list[Box]:
-    """Put blocks in a row, or below each other if the row is too wide, and a frame with a text around them."""
+    """Arrange blocks in a row, or in a column if the row would be too wide, and add a frame with a title."""
     widths, heights = [each[0].width for each in children], [each[0].height for each in children]
     is_row = sum(widths) + GAP * (len(widths) - 1) <= MAX_ROW_WIDTH
     x, y, found = float(PADDING), float(HEADER_HEIGHT), []
@@ -195,7 +195,7 @@ _BOXES = {
 
 
 def draw_mesh(plot_data: PlotData, axes: Sequence[str] = ROOT_AXES, name: str = "mesh-map", title: str = "") -> Picture:
-    """Draw the mesh as blocks within blocks; see `mesh_map`."""
+    """Draw the mesh as nested boxes; see [Note: mesh map]."""
     found = build_boxes(plot_data.degrees, plot_data.device, axes)
     marks: list[Mark] = []
     for box in found:
@@ -207,20 +207,20 @@ def draw_mesh(plot_data: PlotData, axes: Sequence[str] = ROOT_AXES, name: str = 
         else:
             middle = box.x + box.width / 2, box.y + box.height / 2 + 4
             marks.append(Text(*middle, box.text, "quiet" if box.kind == "more" else "text", 11.5, "middle"))
-    title = title or f"{plot_data.degrees} on nodes of {plot_data.device.node.ranks} ranks, as blocks within blocks"
+    title = title or f"{plot_data.degrees} on nodes of {plot_data.device.node.ranks} ranks, as nested boxes"
     below = found[0].height + 8
     marks += build_legend(LINK_LEGEND, 4, below)
     return Picture(name, title, max(400.0, found[0].width), below + 18, marks)
 
 
 def draw_links(rows: Sequence[StreamTraffic]) -> Picture:
-    """Draw two bars for each stream of a rank: what it sends inside of its node, and to other nodes."""
+    """Draw two bars for each stream of a rank: bytes sent within its node and to other nodes."""
     left, right, row, top = 190, 350, 46, 8
     most = max((max(each.intra_node_bytes, each.inter_node_bytes) for each in rows), default=0) or 1.0
     scale = (WIDTH - left - right) / most
     marks: list[Mark] = [Polyline([(left, top), (left, top + row * len(rows))], _AXIS)]
-    for place, each in enumerate(rows):
-        y = top + place * row
+    for index, each in enumerate(rows):
+        y = top + index * row
         marks.append(Text(left - 12, y + 17, each.stream, anchor="end", is_bold=True))
         marks.append(
             Text(left - 12, y + 33, f"{each.num_ranks:,} ranks, {each.num_calls:,} calls", size=12, anchor="end")
@@ -234,14 +234,14 @@ def draw_links(rows: Sequence[StreamTraffic]) -> Picture:
                 marks.append(Text(left + length + 6, y + offset + 11, words, size=12))
         took = f"{format_seconds(each.seconds)}, {each.overlap_fraction:.0%} hidden"
         marks.append(Text(WIDTH - 4, y + 25, took, size=12, anchor="end", is_bold=True))
-    return Picture("links", f"Bytes over each link, of rank {rows[0].rank}", WIDTH, top * 2 + row * len(rows), marks)
+    return Picture("links", f"Bytes over each link, rank {rows[0].rank}", WIDTH, top * 2 + row * len(rows), marks)
 
 
 # -- layouts
 
 
 class _Axes:
-    """Place seconds (their logarithms if they differ by more than 8 times) and bytes."""
+    """Axes of the plot of layouts: seconds, logarithmic if they span more than a factor of 8, and bytes."""
 
     left, top, right, bottom = 76, 16, WIDTH - 24, 400
 
@@ -269,7 +269,7 @@ class _Axes:
             yield Polyline([(x, self.top), (x, self.bottom)], _GRID)
             yield Text(x, self.bottom + 18, f"{seconds:g}", "quiet", anchor="middle")
         middle = (self.left + self.right) / 2, (self.top + self.bottom) / 2
-        yield Text(middle[0], self.bottom + 38, "seconds of a step", "quiet", anchor="middle")
+        yield Text(middle[0], self.bottom + 38, "step time [s]", "quiet", anchor="middle")
         yield Text(18, middle[1], "memory reserved at the peak [GiB]", "quiet", anchor="middle", rotation=-90)
 
 
@@ -281,14 +281,14 @@ def _choose_ticks(low: float, high: float, *, is_log: bool = False) -> list[floa
 
 
 def select_layouts(layouts: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
-    """Return all layouts, or of too many those on the frontier and the fastest."""
+    """Return at most `MAX_LAYOUTS_DRAWN` layouts: those on the Pareto frontier, then the fastest."""
     best = find_pareto_frontier(layouts)
     others = sorted((each for each in layouts if each not in best), key=lambda each: each["step_seconds"])
     return [*best, *others[: MAX_LAYOUTS_DRAWN - len(best)]]
 
 
 def draw_layouts(plot_data: PlotData) -> Picture:
-    """Draw each layout as a circle if it fits and as a cross if not, with a line through the frontier."""
+    """Draw layouts as circles, or as crosses if they do not fit, and a line through the Pareto frontier."""
     found, limit = plot_data.layouts, plot_data.usable_bytes
     shown, best = select_layouts(found), find_pareto_frontier(found)
     edge = 1.7 * limit
@@ -298,21 +298,21 @@ def draw_layouts(plot_data: PlotData) -> Picture:
     marks = [*axes.marks(), Polyline([(axes.left, axes.y(limit)), (axes.right, axes.y(limit))], _LIMIT)]
     marks.append(Polyline(points, _FRONTIER))
     for each, size in reversed(list(zip(shown, sizes, strict=True))):
-        beyond = "" if size < edge else ", drawn at the edge"
+        beyond = "" if size < edge else ", beyond the range shown"
         fits = "fits" if each["fits"] else "does not fit"
         words = (
             f"{each['label']}: {format_seconds(each['step_seconds'])}, "
             f"{format_size(each['peak_reserved_bytes'])}, {fits}"
         )
         style, radius = (_BEST, 6) if each in best else (_FITS, 4) if each["fits"] else (_TOO_LARGE, 4)
-        place = axes.x(each["step_seconds"]), axes.y(size)
-        marks.append(Dot(*place, radius, style, words + beyond, is_cross=not each["fits"]))
+        centre = axes.x(each["step_seconds"]), axes.y(size)
+        marks.append(Dot(*centre, radius, style, words + beyond, is_cross=not each["fits"]))
     usable = axes.right - 6, axes.y(limit) - 7
     marks.append(Text(*usable, f"usable {format_size(limit)}", "limit", anchor="end", has_halo=True))
     marks += _label_layouts(best, points)
     x, below = float(axes.left), axes.bottom + 58
     for style, words, is_cross in (
-        (_BEST, "on the line", False),
+        (_BEST, "frontier", False),
         (_FITS, "fits", False),
         (_TOO_LARGE, "too large", True),
     ):
@@ -322,7 +322,7 @@ def draw_layouts(plot_data: PlotData) -> Picture:
 
 
 def _label_layouts(best: Sequence[Mapping[str, Any]], points: Sequence[tuple[float, float]]) -> Iterator[Text]:
-    """Label the best layouts where labels do not overlap, with as much of each name as there is room for."""
+    """Label the best layouts where labels do not overlap; names that are too long are cut."""
     last = -math.inf
     for each, (x, y) in zip(best, points, strict=True):
         if y - last > 18:

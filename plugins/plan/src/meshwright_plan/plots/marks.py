@@ -1,4 +1,4 @@
-"""Colours and marks of still pictures; the same marks are written as SVG into a page and painted into PNG files."""
+"""Colours and marks of static plots, which are rendered as SVG in the page and painted into PNG files."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ BASE_COLOURS = {
     "good": ("#1a7f4b", "#5fd39a"),
     "focus": ("#1d5fd0", "#8ab4ff"),
 }
-"""Colours on a light and on a dark ground. Each has a contrast of at least 3 to its ground, texts of at least 4.5 (WCAG
+"""Colours for a light and a dark background. Contrast with the background is at least 3, for text at least 4.5 (WCAG
 2.2, 1.4.3 and 1.4.11)."""
 OWNER_COLOURS = {
     "parameters": ("#2b5c9e", "#6f9fe8"),
@@ -46,23 +46,23 @@ PALETTES = {
 COLOURS = {
     f"{prefix}{name}".replace(" ", "-"): pair for prefix, each in PALETTES.items() for name, pair in each.items()
 }
-"""All colours by the names that styles and CSS variables use."""
+"""All colours by name, as styles and CSS variables use them."""
 
 
 def format_css_variables() -> str:
-    """Return all colours as CSS variables, with the dark ones where the reader prefers a dark ground."""
-    light, dark = ("".join(f"--{name}:{pair[place]};" for name, pair in COLOURS.items()) for place in (0, 1))
+    """Return all colours as CSS variables; the dark ones apply under `prefers-color-scheme: dark`."""
+    light, dark = ("".join(f"--{name}:{pair[index]};" for name, pair in COLOURS.items()) for index in (0, 1))
     return f":root{{color-scheme:light dark;{light}}}\n@media(prefers-color-scheme:dark){{:root{{{dark}}}}}"
 
 
 def contrast_ratio(one: str, other: str) -> float:
-    """Return the contrast of two colours as WCAG defines it, from 1 to 21."""
+    """Return the contrast ratio of two colours as WCAG defines it, from 1 to 21."""
     low, high = sorted((_luminance(one), _luminance(other)))
     return (high + 0.05) / (low + 0.05)
 
 
 def _luminance(colour: str) -> float:
-    parts = [int(colour[place : place + 2], 16) / 255 for place in (1, 3, 5)]
+    parts = [int(colour[start : start + 2], 16) / 255 for start in (1, 3, 5)]
     red, green, blue = (part / 12.92 if part <= 0.04045 else ((part + 0.055) / 1.055) ** 2.4 for part in parts)
     return 0.2126 * red + 0.7152 * green + 0.0722 * blue
 
@@ -72,7 +72,7 @@ def _luminance(colour: str) -> float:
 
 @dataclass(frozen=True)
 class MarkStyle:
-    """Colours are names in `COLOURS`, or "none"; `opacity` is that of the fill."""
+    """Style of a mark. Colours are names in `COLOURS`, or "none"; `opacity` applies to the fill."""
 
     fill: str = "none"
     stroke: str = "none"
@@ -100,8 +100,8 @@ class Rect:
     radius: float = 0
 
     def to_svg(self) -> str:
-        place = {"x": self.x, "y": self.y, "width": self.width, "height": self.height, "rx": self.radius}
-        return _format_element("rect", self.style, self.tooltip, **place)
+        bounds = {"x": self.x, "y": self.y, "width": self.width, "height": self.height, "rx": self.radius}
+        return _format_element("rect", self.style, self.tooltip, **bounds)
 
 
 @dataclass(frozen=True)
@@ -115,7 +115,7 @@ class Polyline:
 
 @dataclass(frozen=True)
 class Dot:
-    """A circle, or a cross as large as it."""
+    """A circle, or a cross of the same size."""
 
     x: float
     y: float
@@ -134,7 +134,7 @@ class Dot:
 
 @dataclass(frozen=True)
 class Text:
-    """`x` and `y` are where `anchor` ("start", "middle" or "end") of the baseline lies; `turn` is in degrees."""
+    """Text whose `anchor` ("start", "middle" or "end" of the baseline) is at `x` and `y`; `rotation` is in degrees."""
 
     x: float
     y: float
@@ -147,12 +147,12 @@ class Text:
     rotation: float = 0
 
     def to_svg(self) -> str:
-        place = f'x="{self.x:.1f}" y="{self.y:.1f}"'
+        position = f'x="{self.x:.1f}" y="{self.y:.1f}"'
         if self.rotation:
-            place = f'transform="translate({self.x:.1f} {self.y:.1f}) rotate({self.rotation:g})"'
+            position = f'transform="translate({self.x:.1f} {self.y:.1f}) rotate({self.rotation:g})"'
         style = f"fill:var(--{self.colour});font-size:{self.size:g}px" + (";font-weight:600" if self.is_bold else "")
         halo = ' class="halo"' if self.has_halo else ""
-        return f'<text {place}{halo} text-anchor="{self.anchor}" style="{style}">{escape(self.text)}</text>'
+        return f'<text {position}{halo} text-anchor="{self.anchor}" style="{style}">{escape(self.text)}</text>'
 
 
 Mark: TypeAlias = "Rect | Polyline | Dot | Text"
@@ -160,7 +160,7 @@ Mark: TypeAlias = "Rect | Polyline | Dot | Text"
 
 @dataclass(frozen=True)
 class Picture:
-    """Marks, and a title that screen readers read aloud; `name` is the id of its SVG."""
+    """Marks with a title, which screen readers read aloud; `name` is the id of the SVG element."""
 
     name: str
     title: str
@@ -177,7 +177,7 @@ class Picture:
 
 
 def build_legend(entries: Iterable[tuple[str, str]], x: float, y: float) -> list[Mark]:
-    """Return a row of coloured squares with their (colour, meaning)."""
+    """Return a row of coloured squares with labels, from pairs (colour, label)."""
     made: list[Mark] = []
     for colour, words in entries:
         made += [Rect(x, y, 13, 13, MarkStyle(fill=colour), radius=3), Text(x + 19, y + 11, words)]

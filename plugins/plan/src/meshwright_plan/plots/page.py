@@ -1,7 +1,6 @@
-"""Pictures of a plan as one HTML page that needs no network: its style, script and data are in it.
+"""Plots of a plan as one self-contained HTML page, which needs no network.
 
-Memory over the step and the timeline are drawn by `web/page.js` on canvases, all else is SVG; each picture has its
-numbers as a table.
+`web/page.js` draws memory and timeline on canvases; the other plots are SVG. Each plot has a table of its numbers.
 """
 
 from __future__ import annotations
@@ -39,7 +38,7 @@ MAX_TABLE_ROWS = 60
 
 
 def write_page(path: Path, plot_data: PlotData) -> None:
-    """Write all pictures and tables of a plan into one HTML file."""
+    """Write all plots and tables of a plan to one HTML file."""
     text = render_page(plot_data)
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -76,7 +75,7 @@ def _read_asset(name: str) -> str:
 
 
 def build_script_data(plot_data: PlotData) -> dict[str, Any]:
-    """Return what the script draws: nanoseconds, memory in units of `MIN_BLOCK_SIZE`, and series as their changes."""
+    """Return the script's data: times in ns, memory in units of `MIN_BLOCK_SIZE`, and delta-encoded series."""
     names: dict[str, int] = {}
     degrees = plot_data.degrees
     axes = [[axis, getattr(degrees, axis)] for axis in ROOT_AXES]
@@ -112,7 +111,7 @@ def _pack_memory(curve: MemoryCurve, reserved: int, names: dict[str, int]) -> di
 
 
 def _pack_lane(lane: Lane, names: dict[str, int]) -> dict[str, Any]:
-    """Return six numbers for each bar: start after the one before, length, work, name, phase, operators."""
+    """Return a lane with six numbers per bar: start minus previous start, length, busy time, name, phase, operators."""
     bars, before = [], 0
     for bar in lane.bars:
         start = round(bar.start * NS_PER_SECOND)
@@ -136,9 +135,9 @@ def _render_facts(plot_data: PlotData) -> dict[str, str]:
     facts = [
         ("good" if fits else "bad", "on " + plot_data.device.name, "fits" if fits else "does not fit", ""),
         ("", "reserved at the peak", format_size(plan["peak_reserved_bytes"]), usable),
-        ("", "held between steps", format_size(plan["persistent_bytes"]), "the largest of the ranks"),
-        ("", "a step", format_seconds(plan["step_seconds"]), ""),
-        ("", "tokens", f"{plan['tokens_per_second_per_device']:,.0f}", "a second and device"),
+        ("", "held between steps", format_size(plan["persistent_bytes"]), "maximum over ranks"),
+        ("", "step time", format_seconds(plan["step_seconds"]), ""),
+        ("", "tokens", f"{plan['tokens_per_second_per_device']:,.0f}", "per second and device"),
         ("", "ranks", f"{plot_data.degrees.world_size:,}", f"nodes of {plot_data.device.node.ranks}"),
     ]
     rows = (
@@ -146,8 +145,8 @@ def _render_facts(plot_data: PlotData) -> dict[str, str]:
         for kind, name, value, more in facts
     )
     note = (
-        f'<p class="note">Memory over the step and the timeline are of {escape(plot_data.depth_note)}, which are '
-        f"alike. The numbers above, bytes over links and layouts are of all {plot_data.layers}.</p>"
+        f'<p class="note">Memory over the step and the timeline show {escape(plot_data.depth_note)}, since blocks '
+        f"are alike. The numbers above, bytes over links and layouts include all {plot_data.layers} blocks.</p>"
     )
     depth = f", {escape(plot_data.depth_note)}" if plot_data.depth_note else ""
     return {"facts": "".join(rows), "depth_note": note if plot_data.depth_note else "", "depth": depth}
@@ -160,7 +159,7 @@ def _render_memory(plot_data: PlotData) -> dict[str, str]:
         f'<li><i style="background:var(--owner-{owner})"></i><b>{owner}</b> <span data-owner="{owner}"></span></li>'
         for owner in reversed(used)
     )
-    options = "".join(f'<option value="{place}">rank {each.rank}</option>' for place, each in enumerate(found))
+    options = "".join(f'<option value="{index}">{each.rank}</option>' for index, each in enumerate(found))
     rows = []
     for each, reserved in zip(found, plot_data.reserved_bytes, strict=True):
         row = [
@@ -173,12 +172,12 @@ def _render_memory(plot_data: PlotData) -> dict[str, str]:
             format_seconds(each.seconds[each.peak_index]),
         ]
         rows.append([*row, each.operators[each.peak_index]])
-    head = ["rank", *used, "peak", "reserved", "at", "operator"]
+    head = ["rank", *used, "peak", "reserved", "time of the peak", "operator"]
     return {
         "memory_rank": f"rank {found[0].rank}" if len(found) == 1 else "a rank",
-        "memory_choice": f'<label>of <select id="memory-rank">{options}</select></label>' if len(found) > 1 else "",
+        "memory_choice": f'<label>Rank <select id="memory-rank">{options}</select></label>' if len(found) > 1 else "",
         "memory_legend": "".join(legend),
-        "memory_table": _render_table("Held at the peak of each rank, by owner", head, rows),
+        "memory_table": _render_table("Memory held at the peak of each rank, by owner", head, rows),
     }
 
 
@@ -191,16 +190,16 @@ def _render_timeline(plot_data: PlotData) -> dict[str, str]:
         busy, count = sum(bar.busy for bar in lane.bars), sum(bar.count for bar in lane.bars)
         link, share = LINK_NAMES.get(lane.link, ""), busy / seconds[lane.rank]
         rows.append([f"{lane.rank}", lane.stream, link, f"{count:,}", format_seconds(busy), f"{share:.1%}"])
-    head = ["rank", "stream", "link", "operators", "works", "of its step"]
+    head = ["rank", "stream", "link", "operators", "busy", "share of the step"]
     return {
-        "timeline_description": "Streams of one rank of each stage; what a stage waits for is empty: the bubble."
+        "timeline_description": "Streams of one rank per stage. In gaps a stage waits: the pipeline bubble."
         if len(plot_data.timelines) > 1
-        else "Streams of a rank: what it computes, and each group's collectives, beside each other.",
+        else "Streams of a rank: the computing stream, and one for the collectives of each group.",
         "timeline_height": str(34 + 19 * len(plot_data.lanes) + 26 * len(plot_data.timelines)),
         "timeline_legend": "".join(
             f'<li><i style="background:var(--{colour})"></i><b>{name}</b></li>' for name, colour in signs.items()
         ),
-        "timeline_table": _render_table("How long each stream works", head, rows, text_columns=(1, 2)),
+        "timeline_table": _render_table("Busy time of each stream", head, rows, text_columns=(1, 2)),
     }
 
 
@@ -209,10 +208,10 @@ def _render_mesh(plot_data: PlotData) -> str:
     picture = figures.draw_mesh(plot_data)
     drawn = _wrap_scrollable(picture.to_svg())
     if degrees.ep > 1:
-        experts = figures.draw_mesh(plot_data, EXPERT_AXES, "expert-map", "The same ranks, as experts are on them")
-        drawn += f"<p>The same ranks, as experts lie on them:</p>{_wrap_scrollable(experts.to_svg())}"
+        experts = figures.draw_mesh(plot_data, EXPERT_AXES, "expert-map", "The mesh, with the axes of experts")
+        drawn += f"<p>The same ranks, with the axes of experts:</p>{_wrap_scrollable(experts.to_svg())}"
     if not any(isinstance(mark, Text) and mark.text.startswith("node ") for mark in picture.marks):
-        drawn += f'<p class="note">Groups lie across the borders of nodes of {device.node.ranks} ranks.</p>'
+        drawn += f'<p class="note">Nodes of {device.node.ranks} ranks are not drawn: groups cross them.</p>'
     rows = []
     for each in list_rank_groups(degrees, device, rank):
         few = each.ranks if len(each.ranks) <= 8 else (*each.ranks[:3], f"… {each.ranks[-1]}")
@@ -224,18 +223,18 @@ def _render_mesh(plot_data: PlotData) -> str:
             f"{each.num_nodes:,}",
         ]
         rows.append([*row, LINK_NAMES[each.link], each.description])
-    head = ["group", "ranks", "groups", f"that of rank {rank}", "on nodes", "link", "its ranks have"]
+    head = ["group", "ranks", "groups", f"group of rank {rank}", "nodes", "link", "each rank has"]
     return drawn + _render_table("Groups", head, rows, text_columns=(3, 5, 6), is_open=True)
 
 
 def _render_traffic(plot_data: PlotData) -> str:
     rows, node = collect_traffic(plot_data), plot_data.device.node
     if not rows:
-        return '<p class="quiet">Nothing is sent.</p>'
-    said = (
-        f"What one device sends in a step, by group: to others of its node ({node.intra_node.bandwidth / 1e9:,.0f} "
-        f"GB/s), and to other nodes ({node.inter_node.bandwidth / 1e9:,.0f} GB/s). Seconds are those in which it is "
-        "under way, and how much of that is hidden behind computing. Of collectives on rings."
+        return '<p class="quiet">No rank sends anything.</p>'
+    summary = (
+        f"Bytes that one device sends in a step, by group: within its node ({node.intra_node.bandwidth / 1e9:,.0f} "
+        f"GB/s), and to other nodes ({node.inter_node.bandwidth / 1e9:,.0f} GB/s). Collectives are counted as on a "
+        "ring. Times are how long the stream is busy, and the share of it that overlaps with computing."
     )
     cells = []
     for each in rows:
@@ -249,9 +248,9 @@ def _render_traffic(plot_data: PlotData) -> str:
         cells.append(
             [*row, format_size(each.inter_node_bytes), format_seconds(each.seconds), f"{each.overlap_fraction:.0%}"]
         )
-    head = ["rank", "group", "ranks", "calls", *LINK_NAMES.values(), "seconds", "hidden"]
-    table = _render_table("Of all ranks that are drawn", head, cells, text_columns=(1,))
-    return f'<p class="quiet">{said}</p>{_wrap_scrollable(figures.draw_links(select_busiest(rows)).to_svg())}{table}'
+    head = ["rank", "group", "ranks", "calls", *LINK_NAMES.values(), "busy", "overlapped"]
+    table = _render_table("Traffic of the ranks that are drawn", head, cells, text_columns=(1,))
+    return f'<p class="quiet">{summary}</p>{_wrap_scrollable(figures.draw_links(select_busiest(rows)).to_svg())}{table}'
 
 
 def _render_layouts(plot_data: PlotData) -> str:
@@ -263,18 +262,20 @@ def _render_layouts(plot_data: PlotData) -> str:
         row = [each["label"], format_seconds(each["step_seconds"]), format_size(each["peak_reserved_bytes"])]
         rows.append([*row, fits, is_best])
     fitting = sum(1 for each in found if each["fits"])
-    said = f"{len(found):,} layouts, of which {fitting:,} fit. The line joins those that no other beats in both."
+    summary = f"{len(found):,} layouts, of which {fitting:,} fit. The line is the Pareto frontier of time and memory."
     shown = figures.select_layouts(found)
     if len(shown) < len(found):
-        said += f" Drawn are these and the fastest: {len(shown):,}."
+        summary += f" The plot shows {len(shown):,}: the frontier and the fastest others."
     caption = "All layouts" if len(order) <= MAX_TABLE_ROWS else f"The first {MAX_TABLE_ROWS} of {len(order):,}"
     table = _render_table(
-        f"{caption}, those that fit first, then by time", ["layout", "a step", "reserved", "fits", "on the line"], rows
+        f"{caption}: first those that fit, then by step time",
+        ["layout", "step time", "reserved", "fits", "frontier"],
+        rows,
     )
     return (
-        '<section id="layouts-section" aria-labelledby="layouts-head"><h2 id="layouts-head">Layouts: memory against '
-        f"time</h2><p "
-        f'class="quiet">{said}</p>{_wrap_scrollable(figures.draw_layouts(plot_data).to_svg())}{table}</section>'
+        '<section id="layouts-section" aria-labelledby="layouts-head"><h2 id="layouts-head">Layouts: memory and '
+        f"step time</h2><p "
+        f'class="quiet">{summary}</p>{_wrap_scrollable(figures.draw_layouts(plot_data).to_svg())}{table}</section>'
     )
 
 
@@ -290,8 +291,8 @@ def _render_table(
     text_columns: Sequence[int] = (),
     is_open: bool = False,
 ) -> str:
-    """Return a table that the reader can open; the columns `text_columns` hold text."""
-    kinds = ["text" if place in text_columns else "" for place in range(len(head))]
+    """Return a table, in a collapsed element unless `is_open`; the columns `text_columns` hold text."""
+    kinds = ["text" if column in text_columns else "" for column in range(len(head))]
     top = "".join(f'<th scope="col" class="{kind}">{escape(name)}</th>' for name, kind in zip(head, kinds, strict=True))
     body = []
     for row in rows:
@@ -300,4 +301,4 @@ def _render_table(
     inner = _wrap_scrollable(
         f"<table><caption>{escape(caption)}</caption><thead><tr>{top}</tr></thead><tbody>{''.join(body)}</tbody></table>"
     )
-    return inner if is_open else f"<details><summary>As a table</summary>{inner}</details>"
+    return inner if is_open else f"<details><summary>Show as a table</summary>{inner}</details>"

@@ -1,7 +1,7 @@
-"""What pictures of a plan show: memory and streams of a rank or of all stages of a pipeline, traffic, and layouts.
+"""Data of the plots of a plan: memory and timelines of one rank or of all stages of a pipeline, traffic, and layouts.
 
-[Note: moments] Memory is what is held when an operator ends, from when it begins on the computing stream until the next
-one does. What is no kernel of that stream counts from when the kernel before it ends.
+[Note: moments] A moment is the memory held when an operator ends. It is drawn from the operator's start on the
+computing stream to the next moment. An operator that is no kernel of that stream starts when the previous kernel ends.
 """
 
 from __future__ import annotations
@@ -32,23 +32,21 @@ from ..timeline import (
 from ..trace import Operation, StepTrace, TrainingJob
 
 INTRA_NODE, INTER_NODE = LINKS = ("intra_node", "inter_node")  # Links within a node and between nodes
-SEND_PREFIX = "to "  # Prefix of the names of message streams; a rank follows
+SEND_PREFIX = "to "  # Message streams are named "to RANK"
 PHASES = ("forward", "backward", "optimizer")
 
 
 @dataclass(frozen=True)
 class MemoryCurve:
-    """What a rank holds over a step, at kept moments; see [Note: moments]."""
+    """Memory of a rank over a step, at sampled moments; see [Note: moments]."""
 
     rank: int
     seconds: tuple[float, ...]
-    bytes_by_owner: dict[
-        str, tuple[int, ...]
-    ]  # bytes at each moment, by owner; owners that never hold any are left out
+    bytes_by_owner: dict[str, tuple[int, ...]]  # bytes at each moment, by owner; owners that hold none are left out
     operators: tuple[str, ...]
     phases: tuple[str, ...]
-    peak_index: int  # the place of the moment that holds the most; of equal ones the last, as in `Trace.peak`
-    num_moments: int  # how many there were to keep from
+    peak_index: int  # index of the peak; the last of equal ones, as in `StepTrace.peak`
+    num_moments: int  # number of moments before sampling
 
     @property
     def totals(self) -> list[int]:
@@ -56,17 +54,17 @@ class MemoryCurve:
 
 
 def sample_memory(trace: StepTrace, timeline: Timeline, max_moments: int = 2000) -> MemoryCurve:
-    """Return the memory of a rank at about `max_moments` moments, with the least and the largest of each stretch."""
+    """Return the memory of a rank at about `max_moments` moments, which include the peak; see `downsample`."""
     last: dict[int, Operation] = {}
     for each in trace.operations:
-        # Marks for profilers hold nothing.
+        # Profiler markers hold no memory.
         if each.log_length not in last or not each.name.startswith("profiler."):
             last[each.log_length] = each
     moments = sorted(last)
     totals = list(accumulate(sum(c for _, c in trace.memory_log[begin:end]) for begin, end in pairwise([0, *moments])))
-    peak = max(range(len(totals)), key=lambda place: (totals[place], place))
-    places = downsample(totals, max_moments, (peak,))
-    moments = [moments[place] for place in places]
+    peak = max(range(len(totals)), key=lambda index: (totals[index], index))
+    indices = downsample(totals, max_moments, (peak,))
+    moments = [moments[index] for index in indices]
     held: list[Counter[str]] = []
     for begin, logged in pairwise([0, *moments]):
         held.append(held[-1].copy() if held else Counter())
@@ -78,13 +76,13 @@ def sample_memory(trace: StepTrace, timeline: Timeline, max_moments: int = 2000)
         {owner: tuple(each[owner] for each in held) for owner in OWNERS if any(each[owner] for each in held)},
         tuple(last[logged].name for logged in moments),
         tuple(last[logged].phase for logged in moments),
-        places.index(peak),
+        indices.index(peak),
         len(totals),
     )
 
 
 def downsample(values: Sequence[float], max_points: int, always: Iterable[int] = ()) -> list[int]:
-    """Return the places of about `max_points` values: the least and the largest of each stretch, and both ends."""
+    """Return indices of about `max_points` values: minimum and maximum of each interval, both ends, and `always`."""
     if len(values) <= max_points:
         return list(range(len(values)))
     count = max(1, max_points // 2)
@@ -95,20 +93,20 @@ def downsample(values: Sequence[float], max_points: int, always: Iterable[int] =
 
 
 def _moment_starts(timeline: Timeline, moments: Sequence[int]) -> Iterator[float]:
-    """Yield when each moment begins on the computing stream [s]."""
+    """Yield the start of each moment [s]; see [Note: moments]."""
     spans = [span for span in timeline.spans if span.stream == COMPUTE]
     logged = [span.log_length for span in spans]
     for moment in moments:
-        place = bisect_left(logged, moment)
-        if place < len(spans) and logged[place] == moment:
-            yield spans[place].start
+        index = bisect_left(logged, moment)
+        if index < len(spans) and logged[index] == moment:
+            yield spans[index].start
         else:
-            yield spans[place - 1].end if place else 0.0
+            yield spans[index - 1].end if index else 0.0
 
 
 @dataclass(frozen=True)
 class Bar:
-    """Operators that run one after the other on a stream; `name` is that of the longest, `busy` their seconds."""
+    """Consecutive operators of a stream, drawn as one: `name` of the longest, and `busy`, the sum of times [s]."""
 
     name: str
     phase: str
@@ -120,7 +118,7 @@ class Bar:
 
 @dataclass(frozen=True)
 class Lane:
-    """One stream of a rank; `link` is empty where it does not communicate."""
+    """One stream of a rank; `link` is empty for a stream that does not communicate."""
 
     rank: int
     stream: str
@@ -131,11 +129,11 @@ class Lane:
 def build_lanes(
     traces: Sequence[StepTrace], lines: Sequence[Timeline], degrees: Degrees, device: DeviceSpec, max_bars: int = 16_000
 ) -> list[Lane]:
-    """Return the streams of ranks in about `max_bars` bars; short operators share a bar with their neighbours."""
+    """Return the streams of ranks as about `max_bars` bars in all; short consecutive operators share a bar."""
     streams = [
         (found, line, *item) for found, line in zip(traces, lines, strict=True) for item in _group_by_stream(line)
     ]
-    # The most bars that each stream may have, so that all together have at most `most`.
+    # Find the limit per stream that keeps the total at `max_bars`.
     rest = sorted(len(spans) for *_, spans in streams)
     while rest and rest[0] * len(rest) <= max_bars:
         max_bars -= rest.pop(0)
@@ -160,7 +158,7 @@ def _group_by_stream(timeline: Timeline) -> list[tuple[str, list[TimelineSpan]]]
 
 
 def _build_bars(spans: Iterable[TimelineSpan], width: float) -> Iterator[Bar]:
-    """Yield bars of one phase each; those of several spans last at most `width` seconds."""
+    """Yield bars, each within one phase; a bar of several spans lasts at most `width` seconds."""
     group: list[TimelineSpan] = []
     for span in sorted(spans, key=lambda each: each.start):
         if group and (span.phase != group[0].phase or span.end - group[0].start > width):
@@ -178,39 +176,39 @@ def _merge_spans(group: Sequence[TimelineSpan]) -> Bar:
 
 
 def find_link(ranks: Iterable[int], device: DeviceSpec) -> str:
-    """Return what joins these ranks: `BETWEEN` if they are on several nodes."""
+    """Return the link between these ranks: `INTER_NODE` if they are on several nodes, else `INTRA_NODE`."""
     return INTER_NODE if len({rank // device.node.ranks for rank in ranks}) > 1 else INTRA_NODE
 
 
 def compute_overlap(timeline: Timeline, stream: str) -> float:
-    """Return the seconds in which both a stream and the computing stream work."""
+    """Return the time [s] in which both a stream and the computing stream are busy."""
     computed = [(each.start, each.end) for each in timeline.spans if each.stream == COMPUTE]
     starts, ends = zip(*computed, strict=True) if computed else ((), ())
     found = 0.0
     for span in timeline.spans:
         if span.stream == stream:
-            place = bisect_right(ends, span.start)
-            while place < len(starts) and starts[place] < span.end:
-                found += min(span.end, ends[place]) - max(span.start, starts[place])
-                place += 1
+            index = bisect_right(ends, span.start)
+            while index < len(starts) and starts[index] < span.end:
+                found += min(span.end, ends[index]) - max(span.start, starts[index])
+                index += 1
     return found
 
 
-MAX_LAYERS_DRAWN = 32  # Deeper models are drawn with fewer blocks
-BLOCKS_PER_STAGE_DRAWN = 4  # Blocks of each stage of a pipeline that is drawn with fewer
-LINK_NAMES = {INTRA_NODE: "inside of a node", INTER_NODE: "between nodes"}
+MAX_LAYERS_DRAWN = 32  # Deeper models are traced with fewer blocks for the plots
+BLOCKS_PER_STAGE_DRAWN = 4  # Blocks per pipeline stage of such a trace
+LINK_NAMES = {INTRA_NODE: "within a node", INTER_NODE: "between nodes"}
 
 
 @dataclass(frozen=True)
 class PlotData:
-    """What there is to draw of a plan."""
+    """Data of the plots of a plan."""
 
     plan: Mapping[str, Any]
     degrees: Degrees
     device: DeviceSpec
-    traces: Sequence[StepTrace]  # traces, lines: of one rank, or of one rank of each stage of a pipeline
+    traces: Sequence[StepTrace]  # `traces` and `timelines` are of one rank, or of one rank per pipeline stage
     timelines: Sequence[Timeline]
-    drawn_layers: int  # drawn_layers, layers: blocks of the model that `traces` are of, and that is planned
+    drawn_layers: int  # blocks in `traces`; `layers`: blocks of the planned model
     layers: int
     layouts: Sequence[Mapping[str, Any]] = ()
 
@@ -224,12 +222,12 @@ class PlotData:
 
     @property
     def depth_note(self) -> str:
-        """Words for how much of the model is drawn; "" if it is all."""
-        return "" if self.has_all_layers else f"a model of {self.drawn_layers} blocks, not of all {self.layers}"
+        """Number of blocks in the plots, as text; "" if all are drawn."""
+        return "" if self.has_all_layers else f"{self.drawn_layers} of the {self.layers} blocks"
 
     @property
     def usable_bytes(self) -> int:
-        """Bytes that torch's allocator can take from the device."""
+        """Bytes of the device that torch's caching allocator can reserve."""
         return self.device.memory_bytes - self.device.context_bytes
 
     @functools.cached_property
@@ -243,7 +241,7 @@ class PlotData:
 
     @functools.cached_property
     def reserved_bytes(self) -> list[int]:
-        """Bytes that the allocator takes for each of `traces`."""
+        """Peak reserved bytes of each of `traces`."""
         of_plan = (
             {each["rank"]: each["peak_reserved_bytes"] for each in self.plan["ranks"]} if self.has_all_layers else {}
         )
@@ -254,7 +252,7 @@ class PlotData:
 def collect_plot_data(
     job: TrainingJob, device: DeviceSpec, plan: Mapping[str, Any], layouts: Sequence[Mapping[str, Any]] = ()
 ) -> PlotData:
-    """Trace what is to be drawn: the rank that reserves the most, or all stages of a pipeline (see `choose_ranks`)."""
+    """Trace the ranks to draw: the one that reserves the most, or one of each pipeline stage (see `choose_ranks`)."""
     ranks, layers = _choose_drawn_ranks(job.degrees, plan), job.num_layers
     fewer = BLOCKS_PER_STAGE_DRAWN * job.degrees.pp if job.degrees.pp > 1 else SAMPLE_DEPTHS[-1][-1]
     if job.build_with_layers is not None and job.num_layers > max(MAX_LAYERS_DRAWN, fewer):
@@ -264,7 +262,7 @@ def collect_plot_data(
     except MeshwrightError:
         if layers == job.num_layers:
             raise
-        layers = job.num_layers  # so few blocks cannot be divided as the run file says
+        layers = job.num_layers  # The run file's layout does not divide so few blocks
         traces = [trace_rank(job, rank) for rank in ranks]
     lines = simulate_timelines(
         traces, job.degrees, device, is_compiled=job.is_compiled, chunked_groups=job.chunked_groups
@@ -274,7 +272,7 @@ def collect_plot_data(
 
 
 def choose_ranks(degrees: Degrees, requested: Sequence[int] | None) -> list[int]:
-    """Return the ranks to plan for pictures: `requested` or the representatives, and one rank of each stage."""
+    """Return the ranks to plan for plots: `requested`, or representative ones; with a pipeline, also one per stage."""
     ranks = choose_representative_ranks(degrees) if requested is None else list(requested)
     return ranks if degrees.pp == 1 else sorted({*find_pipeline_ranks(ranks[0], degrees), *ranks})
 
@@ -292,23 +290,21 @@ def _choose_drawn_ranks(degrees: Degrees, plan: Mapping[str, Any]) -> list[int]:
 
 @dataclass(frozen=True)
 class StreamTraffic:
-    """What a rank sends in a step over one group or to one rank, for all blocks of the model."""
+    """Bytes that a rank sends in a step over one group or to one rank, for all blocks of the model."""
 
     rank: int
-    stream: str  # name of the group, or "to" and a rank
+    stream: str  # name of the group, or "to RANK"
     num_ranks: int
     link: str
     num_calls: int
-    intra_node_bytes: float  # inside, between: bytes inside of its node, and to other nodes; see `links.passed`
+    intra_node_bytes: float  # see `compute_bytes_sent`
     inter_node_bytes: float
     seconds: float
-    overlap_fraction: (
-        float  # the part of its seconds, from 0 to 1, in which the rank computes too; of the step that is drawn
-    )
+    overlap_fraction: float  # fraction of `seconds`, 0 to 1, in which the rank also computes, in the step that is drawn
 
 
 def collect_traffic(plot_data: PlotData) -> list[StreamTraffic]:
-    """Return the traffic of the drawn ranks that the plan, or a trace of all blocks, tells."""
+    """Return the traffic of the drawn ranks, from the plan or from traces of all blocks; other ranks are left out."""
     reports = {each["rank"]: each for each in plot_data.plan["ranks"]}
     found = []
     for trace, line in zip(plot_data.traces, plot_data.timelines, strict=True):
@@ -333,21 +329,21 @@ def _sum_rank_traffic(
         parts = {row["group"]: (find_group_ranks(row["group"], trace.rank, plot_data.degrees, row["ranks"]), 1.0)}
         if row["kind"] == "send":
             parts = {f"{SEND_PREFIX}{peer}": ([trace.rank, peer], part) for peer, part in peers.items()}
-        for stream, (those, part) in parts.items():
-            ranks[stream] = those
-            numbers = row["calls"], *compute_bytes_sent(row["kind"], row["bytes"], those, plot_data.device.node)
+        for stream, (group, part) in parts.items():
+            ranks[stream] = group
+            numbers = row["calls"], *compute_bytes_sent(row["kind"], row["bytes"], group, plot_data.device.node)
             sums[stream] = [total + value * part for total, value in zip(sums[stream], numbers, strict=True)]
     made = []
     for stream, (calls, inside, between) in sums.items():
         busy, seconds = timeline.busy_seconds(stream), report["busy_seconds"].get(stream, 0.0)
-        beside = compute_overlap(timeline, stream) / busy if busy else 0.0
+        overlap = compute_overlap(timeline, stream) / busy if busy else 0.0
         size, joined = len(ranks[stream]), find_link(ranks[stream], plot_data.device)
-        made.append(StreamTraffic(trace.rank, stream, size, joined, round(calls), inside, between, seconds, beside))
+        made.append(StreamTraffic(trace.rank, stream, size, joined, round(calls), inside, between, seconds, overlap))
     return made
 
 
 def _find_peers(trace: StepTrace, degrees: Degrees) -> dict[int, float]:
-    """Return the ranks that messages are sent to, and the part of the messages that each gets."""
+    """Return the ranks that messages are sent to, and the fraction of the messages that each receives."""
     counts: Counter[int] = Counter()
     for each in trace.operations:
         if each.collective_index is not None and each.peer is not None:
@@ -358,7 +354,7 @@ def _find_peers(trace: StepTrace, degrees: Degrees) -> dict[int, float]:
 
 
 def select_busiest(rows: Sequence[StreamTraffic]) -> list[StreamTraffic]:
-    """Return the rows of the rank that sends the most, without those below a thousandth of its largest."""
+    """Return the rows of the rank that sends the most, without those below 1/1000 of its largest."""
     of_rank = {rank: list(each) for rank, each in groupby(rows, key=lambda row: row.rank)}
     own = max(of_rank.values(), key=lambda each: sum(row.intra_node_bytes + row.inter_node_bytes for row in each))
     most = max(max(row.intra_node_bytes, row.inter_node_bytes) for row in own)
@@ -366,7 +362,7 @@ def select_busiest(rows: Sequence[StreamTraffic]) -> list[StreamTraffic]:
 
 
 def find_pareto_frontier(layouts: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
-    """Return the fitting layouts that no other fitting one beats in both time and memory, the fastest first."""
+    """Return the fitting layouts on the Pareto frontier of step time and memory, fastest first."""
     found: list[Mapping[str, Any]] = []
     for each in sorted(layouts, key=lambda each: (each["step_seconds"], each["peak_reserved_bytes"])):
         if each["fits"] and (not found or each["peak_reserved_bytes"] < found[-1]["peak_reserved_bytes"]):

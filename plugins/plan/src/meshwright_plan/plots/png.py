@@ -1,4 +1,4 @@
-"""Pictures of a plan as PNG files: the still ones as on its page, and the whole step of the others."""
+"""Plots of a plan as PNG files. Memory and timeline show the full step; the others are as on the HTML page."""
 
 from __future__ import annotations
 
@@ -17,15 +17,15 @@ from .plot_data import LINK_NAMES, LINKS, PHASES, Lane, PlotData, collect_traffi
 
 PICTURE_NAMES = ("memory", "timeline", "mesh", "traffic", "layouts")
 GIB = 2**30
-MIN_STREAM_FRACTION = 1e-3  # Streams that work a smaller part of the step are left out
+MIN_STREAM_FRACTION = 1e-3  # Streams that are busy for a smaller fraction of the step are left out
 _LIGHT = {name: light for name, (light, _) in COLOURS.items()}
 _HALO = {"facecolor": "white", "alpha": 0.8, "edgecolor": "none", "pad": 1}
 _EDGE = {"xycoords": ("axes fraction", "data"), "textcoords": "offset points", "ha": "right", "fontsize": 8.5}
-"""How lines are named at their right ends."""
+"""Style of the labels at the right ends of lines."""
 
 
 def write_pngs(directory: Path, plot_data: PlotData, names: Collection[str] = PICTURE_NAMES) -> list[Path]:
-    """Write the pictures `names` that there is something to draw of, each into a file; return the files."""
+    """Write each of the plots `names` that has data to a PNG file; return the paths."""
     draw = {
         "memory": lambda: _plot_memory(plot_data),
         "timeline": lambda: _plot_timeline(plot_data),
@@ -49,7 +49,7 @@ def write_pngs(directory: Path, plot_data: PlotData, names: Collection[str] = PI
 
 
 def _new_figure(width: float, height: float, **options: Any) -> Any:
-    # The object interface draws without a display and without global state.
+    # matplotlib's object interface needs neither a display nor global state.
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
@@ -59,7 +59,7 @@ def _new_figure(width: float, height: float, **options: Any) -> Any:
 
 
 def _paint(picture: Picture, plot_data: PlotData) -> Any:
-    """Paint a picture at 96 pixels an inch, below its title."""
+    """Paint a picture at 96 pixels per inch, below its title."""
     from matplotlib.patches import Circle, FancyBboxPatch
     from matplotlib.patheffects import withStroke
 
@@ -89,8 +89,8 @@ def _paint(picture: Picture, plot_data: PlotData) -> Any:
         face = (fill, mark.style.opacity) if fill != "none" else fill
         if isinstance(mark, Rect):
             box = f"round,pad=0,rounding_size={min(mark.radius, mark.width / 2)}" if mark.radius else "square,pad=0"
-            place = (mark.x, mark.y), mark.width, mark.height
-            axes.add_patch(FancyBboxPatch(*place, boxstyle=box, fc=face, ec=edge, zorder=order, **line))
+            bounds = (mark.x, mark.y), mark.width, mark.height
+            axes.add_patch(FancyBboxPatch(*bounds, boxstyle=box, fc=face, ec=edge, zorder=order, **line))
         elif isinstance(mark, Polyline):
             xs, ys = [x for x, _ in mark.points], [y for _, y in mark.points]
             axes.plot(xs, ys, color=edge, zorder=order, **line)
@@ -116,9 +116,9 @@ def _new_chart(width: float, height: float) -> tuple[Any, Any]:
 
 
 def _set_title(axes: Any, plot_data: PlotData, title: str, pad: float = 6) -> None:
-    of = f" ({plot_data.depth_note})" if plot_data.depth_note else ""
+    note = f" ({plot_data.depth_note})" if plot_data.depth_note else ""
     axes.set_title(
-        f"{title}{of}\n{plot_data.title}, {plot_data.device.name}; planned", loc="left", fontsize=10, pad=pad
+        f"{title}{note}\n{plot_data.title}, {plot_data.device.name}; planned", loc="left", fontsize=10, pad=pad
     )
 
 
@@ -134,8 +134,8 @@ def _choose_unit(seconds: float) -> tuple[float, str]:
 
 
 def _plot_memory(plot_data: PlotData) -> Any:
-    place = max(range(len(plot_data.memory_curves)), key=plot_data.reserved_bytes.__getitem__)
-    found, line, taken = plot_data.memory_curves[place], plot_data.timelines[place], plot_data.reserved_bytes[place]
+    index = max(range(len(plot_data.memory_curves)), key=plot_data.reserved_bytes.__getitem__)
+    found, line, taken = plot_data.memory_curves[index], plot_data.timelines[index], plot_data.reserved_bytes[index]
     one, unit = _choose_unit(line.seconds)
     figure, axes = _new_chart(10.5, 5)
     times = [each / one for each in (*found.seconds, line.seconds)]
@@ -144,7 +144,7 @@ def _plot_memory(plot_data: PlotData) -> Any:
     axes.stackplot(times, series, colors=[_LIGHT[each] for each in signs.values()], step="post", linewidth=0)
     peak, at = found.totals[found.peak_index], found.seconds[found.peak_index] / one
     dark, limit, most = _LIGHT["text"], plot_data.usable_bytes, max(taken, peak)
-    # Names of two lines that are close: the upper one's above it, the lower one's below.
+    # If two lines are close, label the upper one above it and the lower one below it.
     is_close = 0 <= limit - taken < 0.1 * limit
     lines = [("reserved", taken, dark, 1.2, -11 if is_close else 3)]
     if limit <= 2.2 * most:
@@ -156,13 +156,13 @@ def _plot_memory(plot_data: PlotData) -> Any:
         axes.annotate(words, (1, size / GIB), (-4, above), color=colour, bbox=_HALO, **_EDGE)
     axes.plot([at], [peak / GIB], "o", color="white", markeredgecolor=dark, markersize=6, clip_on=False)
     shift, side = (8, "left") if at < times[-1] / 2 else (-8, "right")
-    # Above the line of what is reserved, if the peak is close to it.
+    # Above the line of reserved memory, if the peak is close to it.
     where = (at, (taken if taken - peak < 0.08 * most else peak) / GIB)
     words = f"peak {format_size(peak)}: {found.operators[found.peak_index]}"
     axes.annotate(words, where, (shift, 5), textcoords="offset points", ha=side, fontsize=8.5, bbox=_HALO)
     axes.set(xlim=(0, times[-1]), ylim=(0, most / GIB * 1.1), xlabel=f"time [{unit}]", ylabel="memory held [GiB]")
     axes.grid(axis="y", color=_LIGHT["line"])
-    far = "" if limit <= 2.2 * taken else f"; usable {format_size(limit)}, far above"
+    far = "" if limit <= 2.2 * taken else f"; usable {format_size(limit)}, above the range shown"
     _set_title(axes, plot_data, f"Memory over the step, rank {found.rank}{far}", pad=24)
     _draw_phases(
         axes, next(lane for lane in plot_data.lanes if lane.rank == found.rank and lane.stream == COMPUTE), one
@@ -172,7 +172,7 @@ def _plot_memory(plot_data: PlotData) -> Any:
 
 
 def _draw_phases(axes: Any, lane: Lane, one: float) -> None:
-    """Draw the phases above the axes, with their names where there is room."""
+    """Draw the phases above the axes, with names where they fit."""
     low, high = axes.get_xlim()
     across = axes.get_xaxis_transform()
     colours = [_LIGHT[f"phase-{bar.phase}"] for bar in lane.bars]
@@ -193,35 +193,35 @@ def _plot_timeline(plot_data: PlotData) -> Any:
     seen = [
         lane for lane in plot_data.lanes if lane.stream == COMPUTE or busy[id(lane)] > MIN_STREAM_FRACTION * seconds
     ]
-    places, names, y = [], [], 0.0
+    positions, names, y = [], [], 0.0
     for rank, own in groupby(seen, key=lambda lane: lane.rank):
         for number, lane in enumerate(own):
-            places.append(y)
+            positions.append(y)
             share = f"{busy[id(lane)] / seconds:.1%}"
             names.append(f"rank {rank}  {lane.stream} {share}" if number == 0 else f"{lane.stream} {share}")
             y += 1
         y += 0.6
     figure, axes = _new_chart(12, 1.6 + 0.21 * y)
-    for lane, place in zip(seen, places, strict=True):
+    for lane, position in zip(seen, positions, strict=True):
         if lane.stream == COMPUTE:
-            axes.barh(place, seconds / one, height=0.8, color=_LIGHT["panel"])
-        _draw_lane(axes, lane, place, one)
-    axes.set_yticks(places, names, fontsize=8)
+            axes.barh(position, seconds / one, height=0.8, color=_LIGHT["panel"])
+        _draw_lane(axes, lane, position, one)
+    axes.set_yticks(positions, names, fontsize=8)
     axes.tick_params(axis="y", length=0)
     axes.invert_yaxis()
     axes.margins(y=0.01)
     axes.set(xlim=(0, seconds / one), xlabel=f"time [{unit}]")
-    _set_title(axes, plot_data, "Timeline of a step: streams, and the part of the step that each works")
+    _set_title(axes, plot_data, "Timeline of a step: streams, and the share of the step that each is busy")
     signs = {phase: f"phase-{phase}" for phase in PHASES}
     _add_legend(figure, signs | {f"communication {LINK_NAMES[link]}": f"link-{link}" for link in LINKS})
     return figure
 
 
-def _draw_lane(axes: Any, lane: Lane, place: float, one: float) -> None:
-    """Draw the bars of a stream, the paler the less of their time it works."""
+def _draw_lane(axes: Any, lane: Lane, position: float, one: float) -> None:
+    """Draw the bars of a stream; opacity is the busy fraction of a bar."""
     ranges = [(bar.start / one, (bar.end - bar.start) / one) for bar in lane.bars]
     names = [f"link-{lane.link}" if lane.link else f"phase-{bar.phase}" for bar in lane.bars]
     shares = [bar.busy / (bar.end - bar.start or 1) for bar in lane.bars]
     colours = [(_LIGHT[name], min(1.0, share)) for name, share in zip(names, shares, strict=True)]
-    # Edges show what is narrower than a pixel.
-    axes.broken_barh(ranges, (place - 0.4, 0.8), facecolors=colours, edgecolors=colours, linewidth=0.5)
+    # Edges keep bars visible that are narrower than a pixel.
+    axes.broken_barh(ranges, (position - 0.4, 0.8), facecolors=colours, edgecolors=colours, linewidth=0.5)

@@ -1,1 +1,1 @@
-"""The fastest layouts that fit."""
+"""Search for the fastest layouts that fit into memory."""

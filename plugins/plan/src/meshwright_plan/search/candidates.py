@@ -1,14 +1,14 @@
-"""All layouts that a run could have on so many devices, and why some are refused: by the code that refuses them.
+"""Enumerate the layouts of a run on a number of devices. Layouts are validated by the code that a run would use.
 
-[Note: variants] A strategy's config class may say which of its options are worth trying, in a class method
-`variants(*, degrees, layers, rows, microbatches, is_dtype_open)` that returns a list of mappings of options: for the
-`degrees` of a mesh, a model of so many `layers`, and `rows` of a microbatch. Where `is_dtype_open`, the run file leaves
-the precision to the strategy, and options may contain `model.dtype`. An option `activation_checkpointing` is tried by
-its name. Of a wrapping strategy, `estimate_schedule(*, num_layers, pp_size, num_sequences, head_cost)` returns the
-share of time in which ranks wait, and how many microbatches a rank holds at once.
+[Note: variants] A strategy's config class may define a class method
+`variants(*, degrees, num_layers, micro_batch_size, num_microbatches, is_dtype_free)`. It returns the options worth
+trying, as a list of mappings. If `is_dtype_free`, the run file does not set the precision, and options may contain
+`model.dtype`. The option `activation_checkpointing`, if there is one, is always tried. The config class of a wrapping
+strategy may define `estimate_schedule(*, num_layers, pp_size, num_sequences, head_cost)`. It returns the fraction of
+time in which ranks are idle, and the number of microbatches whose activations a rank holds at once.
 
-[Note: what stays] What the command line sets is kept; the layout of the run file is where the search begins. Its other
-options are kept by all strategies that have them.
+[Note: fixed keys] Keys that the command line sets are fixed. The layout of the run file is not, except that its
+strategy is tried first. Its other options are kept for all strategies that have them.
 """
 
 from __future__ import annotations
@@ -47,14 +47,14 @@ SIZE_KEYS = ("pp_size", "dp_size", "dp_replicate_size", "cp_size", "tp_size", "e
 
 @dataclass(frozen=True)
 class Candidate:
-    """One layout of a run."""
+    """One layout of a run, with its options."""
 
     degrees: Degrees
-    micro_batch_size: int  # sequences of a microbatch, and microbatches of a data-parallel rank in a step
-    num_microbatches: int
-    family: str  # the strategy, and as text the options that its variant has where only data is divided
-    activation_checkpointing: Any  # of activations; None: the strategy has no such option
-    values: Mapping[str, Any] = field(hash=False)  # keys of the run file, dotted, with their values
+    micro_batch_size: int  # sequences per microbatch
+    num_microbatches: int  # per data-parallel rank and step
+    family: str  # the strategy, and the options of its variant under data parallelism alone, as text
+    activation_checkpointing: Any  # None: the strategy has no such option
+    values: Mapping[str, Any] = field(hash=False)  # values of the run file by dotted key
     wrapper_options: BaseModel | None = field(default=None, hash=False)
     schedule: str = ""
 
@@ -64,7 +64,7 @@ class Candidate:
 
     @property
     def assignments(self) -> list[str]:
-        """Assignments, as --set takes them."""
+        """Values as `KEY=VALUE`, for --set."""
         return [f"{key}={_format_flow_yaml(value)}" for key, value in self.values.items()]
 
     def __str__(self) -> str:
@@ -79,11 +79,11 @@ class Candidate:
 
 @dataclass
 class SearchSpace:
-    """The candidates of a run: of a model of so many `layers`, on sequences of so many tokens (`length`)."""
+    """The candidates of a run, and counts of those that were rejected."""
 
-    values: Mapping[str, Any]  # of the run file, with what the command line sets
-    fixed_keys: tuple[str, ...]  # keys that the command line sets, dotted
-    world_size: int  # ranks, all of which are used
+    values: Mapping[str, Any]  # of the run file, with the assignments of the command line
+    fixed_keys: tuple[str, ...]  # dotted; see [Note: fixed keys]
+    world_size: int  # every candidate uses all ranks
     device: DeviceSpec
     num_layers: int
     seq_len: int
@@ -91,7 +91,7 @@ class SearchSpace:
     has_experts: bool
     refusal_counts: Counter[str] = field(default_factory=Counter)
     refusal_examples: dict[str, str] = field(default_factory=dict)
-    num_enumerated: int = 0  # number of layouts
+    num_enumerated: int = 0  # layouts, including rejected ones
 
     def refuse(self, reason: str, count: int = 1) -> None:
         reason = reason.strip().splitlines()[0]
@@ -104,7 +104,7 @@ class SearchSpace:
         return any(each == key or key.startswith(f"{each}.") for each in self.fixed_keys)
 
     def iter_candidates(self) -> Iterator[Candidate]:
-        """Yield all that no check refuses before anything is traced; pipelines without their options, see `wrapped`."""
+        """Yield candidates that pass all checks before tracing, without pipeline options; see `expand_schedules`."""
         registry = get_registry()
         named = registry.get(str(self.values.get("strategy", "fsdp2")))
         specs = [named]
@@ -116,7 +116,7 @@ class SearchSpace:
                 yield from self._iter_layout_candidates(spec, degrees)
 
     def iter_layouts(self) -> Iterator[Degrees]:
-        """Yield the meshes of so many ranks, those first that divide a model least."""
+        """Yield the possible meshes, those that shard the model least first."""
         given = {key: self.values.get(key) for key in SIZE_KEYS if self.is_fixed(key)}
         found = []
         for pp, replicate, shard, cp, tp in _factorizations(self.world_size, len(ROOT_AXES)):
@@ -193,7 +193,7 @@ class SearchSpace:
     def _merge_options(
         self, section: str, spec: StrategySpec, file_options: Mapping[str, Any] | None, chosen: Mapping[str, Any]
     ) -> tuple[dict[str, Any], BaseModel]:
-        """Return options of the file (`file_options`), those `chosen`, and the command line's; later ones win."""
+        """Merge options and validate them. Precedence: fixed keys, then `chosen`, then the rest of `file_options`."""
         file_options = file_options or {}
         options = {key: value for key, value in file_options.items() if key in spec.config_cls.model_fields}
         options |= chosen
@@ -207,18 +207,19 @@ class SearchSpace:
         return resolve(values["strategy"], sizes, self.world_size, **options)[0]
 
     def expand_schedules(self, candidate: Candidate) -> list[Candidate]:
-        """Return a pipeline under each schedule and so on; refused ones are counted."""
+        """Return a candidate once for each variant of its wrapping strategies; rejected ones are counted."""
         found = []
         for spec in (layer.spec for layer in self.resolve_stack(candidate).wrappers):
-            place = (spec, candidate.degrees)
+            target = (spec, candidate.degrees)
             more, alone = (
-                self._get_variants(*place, rows, candidate.num_microbatches) for rows in (candidate.micro_batch_size, 1)
+                self._get_variants(*target, rows, candidate.num_microbatches)
+                for rows in (candidate.micro_batch_size, 1)
             )
             self.num_enumerated += len(more) - 1
-            said = (self.values.get("wrapper_config") or {}).get(spec.name)
+            file_options = (self.values.get("wrapper_config") or {}).get(spec.name)
             for variant, of_one_row in zip(more, alone, strict=True):
                 try:
-                    options, config = self._merge_options(f"wrapper_config.{spec.name}", spec, said, variant)
+                    options, config = self._merge_options(f"wrapper_config.{spec.name}", spec, file_options, variant)
                 except MeshwrightError as error:
                     self.refuse(str(error))
                     continue
@@ -227,14 +228,15 @@ class SearchSpace:
         return list({repr(each.values["wrapper_config"]): each for each in found}.values())
 
     def min_bytes(self, candidate: Candidate) -> float:
-        """Return the least bytes of a rank: its parameters, divided by all axes that divide such."""
+        """Return a lower bound of the bytes of a rank: its parameters, divided by all axes that shard them."""
         degrees = candidate.degrees
         width = BYTES_PER_ELEMENT.get(candidate.values.get("model.dtype", ""), self.model_size.bytes_per_element)
         return self.model_size.num_parameters * width / (degrees.pp * degrees.dp_shard * degrees.cp * degrees.tp)
 
     def estimate_schedule(self, candidate: Candidate, head: float) -> tuple[float, float]:
-        """Return a pipeline's share of waiting and microbatches held, else 0 and 1; `head`: what is no block, in
-        blocks.
+        """Return the idle fraction and the live microbatches of a pipeline; 0 and 1 without one.
+
+        `head` is the time of the layers outside of blocks, as a number of blocks.
         """
         ask = getattr(candidate.wrapper_options, "estimate_schedule", None)
         if ask is None:
@@ -255,7 +257,7 @@ def divisors(number: int) -> list[int]:
 
 
 def _factorizations(number: int, count: int) -> Iterator[tuple[int, ...]]:
-    """Yield all ways to write a number as an ordered product of `count` factors."""
+    """Yield all ordered factorizations of a number into `count` factors."""
     if count == 1:
         yield (number,)
         return
@@ -270,7 +272,7 @@ def _format_flow_yaml(value: Any) -> str:
 
 
 def set_dotted_keys(values: Mapping[str, Any], more: Iterable[tuple[str, Any]]) -> dict[str, Any]:
-    """Return the values of a run file with dotted keys set, as --set does; sections are copied."""
+    """Return a copy of a run file's values with dotted keys set, as --set does."""
     found = dict(values)
     for key, value in more:
         *parents, last = key.split(".")

@@ -1,15 +1,14 @@
-"""What is traced of a candidate, and how long the others are expected to take.
+"""Quick traces of candidates, and estimates of time and memory for the candidates that are not traced.
 
-[Note: from few to all] Blocks are alike, and so are microbatches: seconds and bytes grow by the same for each. Two
-depths tell by how much for a block, and the first of two microbatches for one more. Stages of a pipeline compute what
-the same model computes on one stage; the schedule's own timeline tells how long ranks wait.
+[Note: extrapolation] Each block and each microbatch adds the same time and memory. Traces of two depths give the cost
+of a block, and the first of two microbatches gives the cost of a further one. The stages of a pipeline compute what
+the same model computes on one stage; the schedule's own timeline gives the idle time.
 
-[Note: the estimate] The logarithms of four numbers of a candidate are sums over its features: the seconds of one device
-for a token, the bytes held between steps for each parameter, and at the peak the bytes of activations and of the rest.
-What each feature adds has the priors below, and is learned from traces by Bayesian linear regression, whose standard
-deviation tells how well a candidate is known (C. M. Bishop, Pattern Recognition and Machine Learning, section 3.3).
-These numbers are never reported as a candidate's own. Few microbatches tell how long ranks of a pipeline wait: for
-more, they wait no longer.
+[Note: the estimate] The logarithms of four quantities of a candidate are linear in its features: device seconds per
+token, bytes per parameter between steps, and bytes at the peak of activations and of the rest. The weights have the
+priors below and are learned from traces by Bayesian linear regression (C. M. Bishop, Pattern Recognition and Machine
+Learning, section 3.3), which also gives the standard deviation of each estimate. Estimates are only used to choose
+what to trace. The idle time of a pipeline is computed for few microbatches: more of them do not increase it.
 """
 
 from __future__ import annotations
@@ -33,13 +32,13 @@ from ..trace import TrainingJob
 from .candidates import Candidate, SearchSpace
 
 QUICK_TRACE_DEPTHS = (3, 5)
-"""Blocks of the models that are traced: enough for all that is gathered ahead, and two apart, since some models
-alternate."""
+"""Numbers of blocks to trace: enough for prefetching, and two apart, since some models alternate two kinds of
+blocks."""
 
 
 @dataclass(frozen=True)
 class LinearFit:
-    """What grows with the blocks of a model, from two depths."""
+    """A quantity as a linear function of the number of blocks."""
 
     intercept: float
     slope: float
@@ -57,17 +56,17 @@ class LinearFit:
 
 @dataclass(frozen=True)
 class QuickTrace:
-    """A step of one or two microbatches on one stage, by the blocks of the model; see [Note: from few to all]."""
+    """Time and memory of a step of one or two microbatches on one stage; see [Note: extrapolation]."""
 
     num_microbatches: int
-    step_seconds: LinearFit  # seconds of the step, and of its first microbatch forward and backward
-    microbatch_seconds: LinearFit
+    step_seconds: LinearFit
+    microbatch_seconds: LinearFit  # forward and backward of the first microbatch
     phase_peaks: Mapping[str, LinearFit]  # bytes at the peak of each phase
     spare_bytes: (
-        float  # the most bytes that torch's allocator took beyond the peak; two depths do not tell how it grows
+        float  # maximum of reserved minus allocated bytes; not extrapolated, since two depths do not show its growth
     )
-    persistent_bytes: LinearFit  # bytes between steps, and the most of activations
-    activation_bytes: LinearFit
+    persistent_bytes: LinearFit  # between steps
+    activation_bytes: LinearFit  # at their own peak
 
     def predict_seconds(self, layers: int, microbatches: int) -> float:
         return self.step_seconds.predict(layers) + (
@@ -78,7 +77,7 @@ class QuickTrace:
         return max(line.predict(layers) for line in self.phase_peaks.values()) + self.spare_bytes
 
     def predict_pipeline_seconds(self, layers: int, microbatches: int, ranks: int, bubble: float) -> float:
-        """Return the seconds of a step on so many stages, which wait for this share of the time."""
+        """Return the time of a step [s] on `ranks` stages, which are idle for the fraction `bubble` of it."""
         working = microbatches * self.microbatch_seconds.predict(layers) / ranks / (1 - bubble)
         rest = self.step_seconds.predict(layers / ranks) - self.num_microbatches * self.microbatch_seconds.predict(
             layers / ranks
@@ -86,14 +85,13 @@ class QuickTrace:
         return working + max(0.0, rest)
 
     def predict_pipeline_reserved_bytes(self, layers: int, ranks: int, live_microbatches: float) -> float:
-        """Return the bytes of a rank of a pipeline that holds the activations of `live_microbatches` microbatches of
-        its blocks."""
+        """Return the reserved bytes of a pipeline rank that holds the activations of `live_microbatches` at once."""
         here = layers / ranks
         return self.predict_reserved_bytes(here) + max(0.0, live_microbatches - 1) * self.activation_bytes.slope * here
 
     @property
     def head_blocks(self) -> float:
-        """The time of what is not in blocks, as a number of blocks."""
+        """Time of the layers outside of blocks, as a number of blocks."""
         return (
             self.microbatch_seconds.intercept / self.microbatch_seconds.slope
             if self.microbatch_seconds.slope > 0
@@ -103,7 +101,7 @@ class QuickTrace:
 
 @dataclass(frozen=True)
 class TraceRequest:
-    """What a process is to do: a plan of a run file's values if `is_whole`, else a glance."""
+    """Request to a worker process: a full plan of a run if `is_full_plan`, else a quick trace."""
 
     values: Mapping[str, Any]
     world_size: int
@@ -114,14 +112,14 @@ class TraceRequest:
 
 @dataclass(frozen=True)
 class TraceRefusal:
-    """Why there is neither glance nor plan; `depends_on_batch`: whether another batch may be accepted."""
+    """Reason why a candidate cannot be traced. `depends_on_batch`: another micro-batch size may be accepted."""
 
     reason: str
     depends_on_batch: bool
 
 
 def handle_request(request: TraceRequest) -> QuickTrace | dict[str, Any] | TraceRefusal:
-    """Return a glance, a plan, or why there is none."""
+    """Return a quick trace or a plan, or the reason why there is none."""
     try:
         config = validate_config(RunConfig, request.values, where="a candidate")
         job = replace(build_job(config, request.world_size), expert_imbalance=request.expert_imbalance)
@@ -131,7 +129,7 @@ def handle_request(request: TraceRequest) -> QuickTrace | dict[str, Any] | Trace
 
 
 def quick_trace(job: TrainingJob, device: DeviceSpec) -> QuickTrace:
-    """Trace a job without a pipeline on its first rank."""
+    """Trace the first rank of a job without a pipeline, with few blocks."""
     shallow = job.build_with_layers is not None and job.num_layers > QUICK_TRACE_DEPTHS[-1]
     depths = QUICK_TRACE_DEPTHS if shallow else (max(1, job.num_layers),)
     library, spare = device.library_bytes, 0.0
@@ -159,7 +157,7 @@ def quick_trace(job: TrainingJob, device: DeviceSpec) -> QuickTrace:
 
 
 def _first_microbatch_end(timeline: Timeline) -> float:
-    """Return when the first microbatch has been computed: the next forward or the optimizer begins."""
+    """Return the time at which the backward of the first microbatch has ended [s]."""
     has_turned = False
     for span in timeline.spans:
         if span.stream == COMPUTE:
@@ -171,11 +169,11 @@ def _first_microbatch_end(timeline: Timeline) -> float:
 
 Prior: TypeAlias = tuple[float, float]  # Mean and standard deviation
 ScheduleEstimate: TypeAlias = tuple[float, float]
-"""The least share of time that ranks wait, and the least part of a microbatch's activations that one of them holds,
-over all schedules."""
-NOISE_STD = 0.07  # What features do not tell, as a part
-MIN_REST_FRACTION = 0.05  # The least part of a peak that is neither held between steps nor activations
-_DEFAULT_PRIOR: Prior = (0, 0.07)  # Of a single value of what has a logarithm: how far it is off the line
+"""Minimum over all schedules of the idle fraction, and of the activations that a rank holds, in microbatches of the
+full model."""
+NOISE_STD = 0.07  # Standard deviation of the noise of a logarithm
+MIN_REST_FRACTION = 0.05  # Minimum fraction of a peak that is neither persistent nor activations
+_DEFAULT_PRIOR: Prior = (0, 0.07)  # Of one size of an axis: its deviation from linearity in the logarithm
 _PRIORS: Mapping[str, tuple[Prior, Prior, Prior]] = {
     "all": ((0, 10), (0, 10), (0, 10)),
     "family": ((0, 0.3), (0, 0.1), (0, 0.5)),
@@ -192,8 +190,8 @@ _PRIORS: Mapping[str, tuple[Prior, Prior, Prior]] = {
     "log2 shards": ((0.03, 0.03), (0, 0.02), (0, 0.02)),
     "hybrid": ((0, 0.1), (0, 0.02), (0, 0.1)),
 }
-"""Of seconds, of activations and of the rest."""
-_SECONDS, _ACTIVATIONS, _REST = ({name: each[place] for name, each in _PRIORS.items()} for place in range(3))
+"""Priors of device seconds, of activations and of the rest."""
+_SECONDS, _ACTIVATIONS, _REST = ({name: each[index] for name, each in _PRIORS.items()} for index in range(3))
 _PERSISTENT: Mapping[str, Prior] = {
     "all": (2.7, 0.3),
     "family": (0, 0.2),
@@ -207,7 +205,7 @@ _PERSISTENT: Mapping[str, Prior] = {
 
 @dataclass
 class BayesianRegression:
-    """One number of all candidates; see [Note: the estimate]. `beside`: what is known of it without features."""
+    """Regression of one quantity over all candidates; see [Note: the estimate]. `offset` is added to the prediction."""
 
     priors: Mapping[str, Prior]
     features: Sequence[Mapping[str, float]]
@@ -216,13 +214,13 @@ class BayesianRegression:
 
     def __post_init__(self) -> None:
         names = sorted({name for each in self.features for name in each})
-        place = {name: at for at, name in enumerate(names)}
+        column = {name: index for index, name in enumerate(names)}
         self._matrix = torch.zeros(len(self.features), len(names), dtype=torch.float64)
         rows = [row for row, each in enumerate(self.features) for _ in each]
-        columns = [place[name] for each in self.features for name in each]
+        columns = [column[name] for each in self.features for name in each]
         values = torch.tensor([value for each in self.features for value in each.values()], dtype=torch.float64)
         self._matrix[rows, columns] = values
-        # A feature has the prior of its own name, or of its kind, before the colon.
+        # A feature has the prior of its name, or else of the part before the colon.
         priors = [self.priors.get(name, self.priors.get(name.partition(":")[0], _DEFAULT_PRIOR)) for name in names]
         self._mean, self._deviation = torch.tensor(priors, dtype=torch.float64).T
         self._posterior: tuple[Tensor, Tensor] | None = None
@@ -237,7 +235,7 @@ class BayesianRegression:
         return self._posterior
 
     def posterior_assuming(self, numbers: Iterable[int]) -> tuple[Tensor, Tensor]:
-        """Return the same if candidates `numbers` were what is expected of them."""
+        """Return the posterior if candidates `numbers` had their expected values."""
         mean, _ = self.posterior()
         more = {number: float(mean[number]) for number in numbers}
         return self._fit(more) if more else self.posterior()
@@ -285,7 +283,7 @@ class ScheduleEstimates:
         self._cache: dict[tuple[int, int], ScheduleEstimate | str] = {}
 
     def get(self, candidate: Candidate) -> ScheduleEstimate | None:
-        """Return the outlook of a candidate; None: all schedules refuse it, which is counted."""
+        """Return the estimate of a candidate; None if all schedules reject it, which is counted."""
         ranks, count = candidate.degrees.pp, candidate.num_microbatches
         if ranks == 1:
             return 0.0, 1.0
@@ -315,7 +313,7 @@ class ScheduleEstimates:
 
 @dataclass
 class CandidateEstimates:
-    """Expectations of candidates; `surprises` are logarithms of how far traced seconds were off."""
+    """Estimates for all candidates. `log_errors` are the logarithms of traced over expected seconds."""
 
     space: SearchSpace
     candidates: Sequence[Candidate]
@@ -333,7 +331,7 @@ class CandidateEstimates:
         self._scale = math.log(int(self.space.values["batch_size"]) * self.space.seq_len / self.space.world_size)
 
     def predict_log_seconds(self, pending: Iterable[int]) -> tuple[Tensor, Tensor]:
-        """Return expected logarithms of seconds and their deviations, if `pending` candidates are as expected."""
+        """Return mean and standard deviation of log seconds, if `pending` candidates have their expected values."""
         mean, deviation = self._seconds.posterior_assuming(pending)
         return mean + self._scale, deviation
 
@@ -353,10 +351,10 @@ class CandidateEstimates:
         self._seconds.learn(number, reported)
 
     def learn_bytes(self, number: int, trace: QuickTrace, size: float) -> None:
-        """Take the bytes of a candidate, of which `trace` tells what holds them."""
+        """Learn from the bytes of a candidate, `size`, which `trace` splits by owner."""
         layers = self.space.num_layers / self.candidates[number].degrees.pp
         held, activations = trace.persistent_bytes.predict(layers), trace.activation_bytes.predict(layers)
-        # Where activations are most need not be the peak.
+        # The peak of activations need not be the peak of memory.
         rest = max(MIN_REST_FRACTION * size, size - held - activations)
         self._held.learn(number, math.log(held / self.space.model_size.num_parameters))
         self._activations.learn(number, math.log(activations))

@@ -1,4 +1,4 @@
-"""The fastest layouts of a run on so many devices: as values of JSON, as a run file, and as tables for a terminal."""
+"""The fastest layouts of a run on a number of devices: as JSON values, as a run file, and as tables."""
 
 from __future__ import annotations
 
@@ -34,8 +34,8 @@ from .search import EvaluatedLayout, LayoutSearch
 
 NUM_BEST = 10
 TIME_LIMIT_S = 105.0
-MAX_PROCESSES = 8  # Processes that trace at once, where there are as many cores; each holds about half a GiB
-NUM_UNTRACED_SHOWN, NUM_REASONS_SHOWN = 5, 8  # How many open layouts, and reasons why others lost, are shown
+MAX_PROCESSES = 8  # Limit of worker processes; each takes about 0.5 GiB
+NUM_UNTRACED_SHOWN, NUM_REASONS_SHOWN = 5, 8  # Rows of the tables
 _UNITS = {"": 1, "K": 2**10, "M": 2**20, "G": 2**30}
 _LEFT_ALIGNED = ("mesh", "recomputed", "strategy", "for instance")
 
@@ -53,7 +53,7 @@ def recommend_layouts(
     time_limit_s: float = TIME_LIMIT_S,
     num_processes: int | None = None,
 ) -> dict[str, Any]:
-    """Search for the fastest layouts that fit; return plain values, see docs/reference/plan.md."""
+    """Search for the fastest layouts that fit; return JSON values, see docs/reference/plan.md."""
     on = load_device_spec(device)
     for name, value in (("--gpus", gpus), ("--max-nodes", max_nodes)):
         if value is not None and value < 1:
@@ -76,8 +76,8 @@ def recommend_layouts(
         except BrokenExecutor as error:
             raise TrainingError(
                 f"one of the {num_processes} processes that trace layouts has died, perhaps for lack of memory: each "
-                "takes about half a GiB, and more for many experts or long sequences. Free some, or keep what you "
-                "know, such as --set pp_size=1."
+                "takes about 0.5 GiB, and more with many experts or long sequences. Free memory, or fix some "
+                "options, such as --set pp_size=1."
             ) from error
     if not search.fitting:
         raise ConfigError(_format_no_layout_error(search))
@@ -89,12 +89,12 @@ def write_run_file(best: Mapping[str, Any], file: Path) -> None:
 
 
 def parse_tokens(text: str) -> int:
-    """Return a number of tokens from digits and perhaps K, M or G, which are 2**10, 2**20 and 2**30."""
+    """Parse a number of tokens: digits, optionally with K (2**10), M (2**20) or G (2**30)."""
     found = re.fullmatch(r"(\d+(?:\.\d+)?)([KMG]?)", text.strip().upper())
     tokens = float(found[1]) * _UNITS[found[2]] if found else 0.0
     if tokens < 1 or tokens != int(tokens):
         raise ConfigError(
-            f"--batch-tokens {text!r} is no number of tokens. Give digits, or digits with K, M or G, such as 4M for "
+            f"--batch-tokens {text!r} is not a number of tokens. Give digits, or digits with K, M or G, such as 4M for "
             f"4 * 2**20 = 4194304."
         )
     return int(tokens)
@@ -109,7 +109,7 @@ def _load_values(run_file: Path, assignments: Sequence[str], batch_tokens: str |
         if tokens % length:
             near = max(1, round(tokens / length)) * length
             raise ConfigError(
-                f"--batch-tokens {batch_tokens} is {tokens} tokens, which do not divide into sequences of "
+                f"--batch-tokens {batch_tokens} is {tokens} tokens, which is not a multiple of "
                 f"data.seq_len={length}. Use {near}, for instance."
             )
         values["batch_size"] = tokens // length
@@ -120,8 +120,14 @@ def _load_values(run_file: Path, assignments: Sequence[str], batch_tokens: str |
 def _build_search_space(
     values: Mapping[str, Any], assignments: Sequence[str], world: int, device: DeviceSpec
 ) -> SearchSpace:
-    whole = {**values, **dict.fromkeys(SIZE_KEYS, 1), "strategy": "single", "strategy_config": {}, "wrapper_config": {}}
-    job = build_job(validate_config(RunConfig, whole, where="the run file"), 1)
+    unsharded = {
+        **values,
+        **dict.fromkeys(SIZE_KEYS, 1),
+        "strategy": "single",
+        "strategy_config": {},
+        "wrapper_config": {},
+    }
+    job = build_job(validate_config(RunConfig, unsharded, where="the run file"), 1)
     model = job.build_model()
     kept = tuple(each.partition("=")[0] for each in assignments)
     return SearchSpace(
@@ -142,18 +148,18 @@ def _open_executor(processes: int) -> Iterator[Executor]:
             pool.submit(_init_worker)
         yield pool
     finally:
-        pool.shutdown(wait=False, cancel_futures=True)  # what is still traced is of no use any more
+        pool.shutdown(wait=False, cancel_futures=True)  # pending traces are not needed
         for each in {*active_children()} - {*others}:
             each.terminate()
 
 
 def _init_worker() -> None:
-    """Import what tracing needs, while candidates are enumerated."""
+    """Import the modules that tracing needs, while candidates are enumerated."""
     import torch
     import transformers.models.auto.modeling_auto  # noqa: F401
 
     torch.set_num_threads(1)
-    warnings.simplefilter("ignore")  # A run that is planned or trained warns itself
+    warnings.simplefilter("ignore")  # The same warnings are printed when a run is planned or trained
 
 
 class _InlineExecutor(Executor):
@@ -198,7 +204,7 @@ def _build_result(search: LayoutSearch, assignments: Sequence[str], batch_tokens
 def _summarize_layout(layout: EvaluatedLayout, *, fits: bool) -> dict[str, Any]:
     candidate = layout.candidate
     recomputed = candidate.activation_checkpointing or "nothing"
-    label = f"{candidate.degrees}, {candidate.micro_batch_size} rows, {recomputed} recomputed, {candidate}"
+    label = f"{candidate.degrees}, micro_batch_size={candidate.micro_batch_size}, {recomputed} recomputed, {candidate}"
     numbers = {key: layout.plan[key] for key in ("step_seconds", "peak_reserved_bytes")}
     return {"label": label, **numbers, "fits": fits}
 
@@ -226,14 +232,14 @@ def _layout_options(candidate: Candidate, assignments: Sequence[str]) -> dict[st
 
 
 def _list_rejections(search: LayoutSearch, best: Sequence[EvaluatedLayout], still_open: int) -> list[dict[str, Any]]:
-    """Return why others are not among the best: counts by reason, the most first."""
+    """Return the number of the other layouts by reason, the most frequent first."""
     space = search.space
     reasons = [(count, space.refusal_examples[key]) for key, count in space.refusal_counts.items()]
-    reasons.append((search.num_too_large, f"do not fit: {_format_excess(search)} too much at best"))
-    reasons.append((search.count_excluded(), "are expected not to fit, by the traces of others"))
+    reasons.append((search.num_too_large, f"do not fit: the smallest exceeds memory by {_format_excess(search)}"))
+    reasons.append((search.count_excluded(), "are not expected to fit, judging by traces of others"))
     slower = search.ranked()[len(best) :]
-    reasons += [(len(slower), f"slower: {slower[0].seconds:.4g} s at least")] if slower else []
-    reasons.append((search.count_untraced() - still_open, "are expected to be slower, by the traces of others"))
+    reasons += [(len(slower), f"are slower: {slower[0].seconds:.4g} s or more")] if slower else []
+    reasons.append((search.count_untraced() - still_open, "are expected to be slower, judging by traces of others"))
     rows = [{"layouts": count, "reason": reason} for count, reason in reasons if count > 0]
     return sorted(rows, key=lambda row: -int(row["layouts"]))
 
@@ -247,14 +253,14 @@ def _format_no_layout_error(search: LayoutSearch) -> str:
     (size, candidate), space = search.nearest, search.space
     if search.list_untraced():
         return (
-            f"no layout was planned within {search.time_limit_s:.0f} s, of {space.num_enumerated}. Keep some of it, "
+            f"none of {space.num_enumerated} layouts was planned within {search.time_limit_s:.0f} s. Fix some options, "
             "such as --set strategy=fsdp2 or --set pp_size=1."
         )
     if candidate is None:
         reported = "\n".join(
             f"  {count} x {space.refusal_examples[key]}" for key, count in space.refusal_counts.most_common(8)
         )
-        return f"no layout of {space.world_size} devices can be trained:\n{reported}"
+        return f"no layout on {space.world_size} devices is valid. Reasons:\n{reported}"
     recomputed = (
         ""
         if candidate.activation_checkpointing is None
@@ -262,9 +268,9 @@ def _format_no_layout_error(search: LayoutSearch) -> str:
     )
     nearest = f"{candidate} on {candidate.degrees}, micro_batch_size={candidate.micro_batch_size}{recomputed}"
     return (
-        f"nothing fits on {space.world_size} x {space.device.name}. The nearest is {nearest}: it takes "
-        f"{size / 2**30:.4g} GiB at least, {_format_excess(search)} too much. Use more devices, or such with more "
-        f"memory; or shorten data.seq_len, or make the model smaller."
+        f"no layout fits on {space.world_size} x {space.device.name}. The smallest is {nearest}: it takes at least "
+        f"{size / 2**30:.4g} GiB, {_format_excess(search)} too much. Use more devices or devices with more memory, a "
+        f"shorter data.seq_len, or a smaller model."
     )
 
 
@@ -272,20 +278,20 @@ def _format_no_layout_error(search: LayoutSearch) -> str:
 
 
 def build_tables(result: Mapping[str, Any]) -> list[Any]:
-    """Return what is printed of `recommend`: the best, why others lost, what is open, and how to get the best."""
+    """Return the printed parts of a result of `recommend_layouts`: tables, the command for the best, and statistics."""
     command = " ".join(f"--set {shlex.quote(each)}" for each in result["best"][0]["assignments"])
     return [
         _best_table(result),
         _rejection_table(result),
         *([_untraced_table(result)] if result["untraced"] else []),
         f"\nThe best: meshwright plan RUN --world {result['world_size']} {command}",
-        f"\n{result['num_enumerated']:,} layouts, {result['num_traced']} looked at, {result['num_planned']} planned, "
-        f"in {result['seconds']:.0f} s. What was expected of those lay {result['rms_error']:.0%} off.",
+        f"\n{result['num_enumerated']:,} layouts, {result['num_traced']} traced, {result['num_planned']} planned, "
+        f"in {result['seconds']:.0f} s. Root-mean-square error of predicted times: {result['rms_error']:.0%}.",
     ]
 
 
 def _best_table(result: Mapping[str, Any]) -> Table:
-    title = f"the fastest layouts on {result['world_size']} x {result['device']} that fit"
+    title = f"the fastest layouts that fit on {result['world_size']} x {result['device']}"
     numbers = ("", "step [s]", "tokens/s/device", "reserved [GiB]", "rows")
     made = new_table(title, (*numbers, "mesh", "recomputed", "strategy"), _LEFT_ALIGNED)
     for number, each in enumerate(result["best"], 1):
@@ -303,7 +309,7 @@ def _format_options(layout: Mapping[str, Any]) -> tuple[str, ...]:
 
 
 def _rejection_table(result: Mapping[str, Any]) -> Table:
-    made = new_table("why others are not among them", ("layouts", "for instance"), _LEFT_ALIGNED)
+    made = new_table("why other layouts are not listed", ("layouts", "for instance"), _LEFT_ALIGNED)
     for row in result["rejected"][:NUM_REASONS_SHOWN]:
         made.add_row(f"{row['layouts']:,}", row["reason"])
     others = result["rejected"][NUM_REASONS_SHOWN:]
@@ -313,7 +319,7 @@ def _rejection_table(result: Mapping[str, Any]) -> Table:
 
 
 def _untraced_table(result: Mapping[str, Any]) -> Table:
-    title = f"not looked at: {result['num_untraced']:,} that could be as fast, the likeliest first"
+    title = f"not traced: {result['num_untraced']:,} layouts that could be as fast, the likeliest first"
     made = new_table(title, ("expected [s]", "rows", "mesh", "recomputed", "strategy"), _LEFT_ALIGNED)
     for each in result["untraced"]:
         made.add_row(f"{each['expected_seconds']:.3g}", *_format_options(each))

@@ -1,11 +1,11 @@
 """Find the fastest layouts that fit, tracing as few as possible.
 
-[Note: the search] The candidate that could be the fastest, one standard deviation below what is expected (`expect`), is
-traced on few blocks, which tells its numbers nearly, and those of similar ones a little. This repeats until no other
-could be among the best, or the time is up. Candidates that are unlikely to fit come later, or are left out. Of a
-pipeline the model is traced on one stage, which tells each of its schedules. The best are then planned in their order,
-as time allows. This is Bayesian optimization by a lower confidence bound (N. Srinivas et al., Gaussian Process
-Optimization in the Bandit Setting, 2010), on a linear model.
+[Note: the search] Each iteration traces, with few blocks, the candidate with the smallest lower bound of its step time:
+the expected time minus one standard deviation (see `estimation`), with a penalty if it is unlikely to fit. The result
+improves the estimates of similar candidates. The search ends when no other candidate could be among the best, or when
+time is up. One trace on a single stage serves all schedules of a pipeline. Then the best are planned in order, as time
+allows. This is Bayesian optimization with a lower confidence bound (N. Srinivas et al., Gaussian Process Optimization
+in the Bandit Setting, 2010) and a linear model.
 """
 
 from __future__ import annotations
@@ -27,19 +27,19 @@ from .candidates import Candidate, SearchSpace, get_mesh_sizes, set_dotted_keys
 from .estimation import CandidateEstimates, QuickTrace, ScheduleEstimates, TraceRefusal, TraceRequest, handle_request
 
 MAX_PLANNED_PIPELINE_SIZE = (
-    120  # Pipelines of more blocks times microbatches are not planned: their numbers stay those of a glance
+    120  # Pipelines with more blocks times microbatches are not planned; they keep the numbers of a quick trace
 )
-MIN_FIT_PROBABILITY = 0.02  # Candidates that fit with a lower probability are left out
+MIN_FIT_PROBABILITY = 0.02  # Candidates with a lower probability are not traced
 FIT_PENALTY_EXPONENT = (
-    1.0  # Seconds of a candidate that fits with probability p are multiplied by p to minus this power
+    1.0  # The time of a candidate that fits with probability p is multiplied by p to minus this power
 )
-TRACING_TIME_FRACTION = 0.7  # Part of the time in which layouts are traced; the rest is for whole plans of the best
-DRAIN_TIME_FRACTION = 0.1  # Part of the time for which traces are waited for when that is over
+TRACING_TIME_FRACTION = 0.7  # Fraction of the time limit for tracing; the rest is for full plans of the best
+DRAIN_TIME_FRACTION = 0.1  # Further fraction in which to wait for pending traces
 
 
 @dataclass(frozen=True)
 class EvaluatedLayout:
-    """A layout whose step is known, at least nearly; `plan` has only the values of a glance if it is not planned."""
+    """A layout with the result of a plan; before it is planned, `plan` has only the values of a quick trace."""
 
     candidate: Candidate
     plan: Mapping[str, Any]
@@ -55,7 +55,7 @@ class EvaluatedLayout:
 
 @dataclass
 class LayoutSearch:
-    """See [Note: the search]. `found` fit and `crowded` do not; nothing new is traced after `limit_s` seconds."""
+    """Search among the candidates of a space; see [Note: the search]. `time_limit_s` is for `run` and `plan_best`."""
 
     space: SearchSpace
     executor: Executor
@@ -77,7 +77,7 @@ class LayoutSearch:
     _similar: dict[tuple[Any, ...], list[int]] = field(default_factory=dict)
 
     def run(self) -> None:
-        """Trace until no other candidate could be among the best, or time is up."""
+        """Trace candidates until no other could be among the best, or time is up."""
         possible = [each for each in self.space.iter_candidates() if self._check_fits(each, self.space.min_bytes(each))]
         outlooks = ScheduleEstimates(self.space)
         found = [(each, reported) for each in possible if (reported := outlooks.get(each)) is not None]
@@ -102,7 +102,7 @@ class LayoutSearch:
                 return
 
     def plan_best(self) -> None:
-        """Plan the best in their order, as time allows, but the first in any case; drop those that do not fit."""
+        """Plan the best layouts in order, as time allows, and the first in any case; drop those that do not fit."""
         pending: dict[Future[Any], EvaluatedLayout] = {}
         started, longest = {}, 0.0
         while True:
@@ -135,7 +135,7 @@ class LayoutSearch:
         return sorted(self.fitting, key=lambda each: each.seconds)
 
     def list_untraced(self) -> list[tuple[float, Candidate]]:
-        """Return (expected seconds, candidate) of all that could be faster than the last of the best."""
+        """Return (expected seconds, candidate) for all candidates that could be among the best, the likeliest first."""
         if not self.candidates:
             return []
         least, expected = self._lower_bounds([])
@@ -150,12 +150,12 @@ class LayoutSearch:
 
     @property
     def rms_error(self) -> float:
-        """How far expected seconds were off those then traced, as a part (root of the mean square)."""
+        """Root-mean-square relative error of expected seconds against traced ones."""
         found = self._expected.log_errors if self.candidates else []
         return math.sqrt(sum(each**2 for each in found) / max(1, len(found)))
 
     def count_excluded(self) -> int:
-        """Return how many have not been traced since they are expected not to fit."""
+        """Return the number of candidates that were not traced because they are not expected to fit."""
         return (
             int((self._untraced_mask & (self._expected.fit_probability() <= MIN_FIT_PROBABILITY)).sum())
             if self.candidates
@@ -170,7 +170,7 @@ class LayoutSearch:
         )
 
     def _choose_next(self, pending: Iterable[int]) -> int | None:
-        """Return whom to trace next; schedules of pipelines whose model has been traced are taken at once."""
+        """Return the candidate to trace next; those that share an existing trace are evaluated on the way."""
         if self._seeds:
             return self._seeds.pop(0)
         busy = list(pending)
@@ -194,7 +194,7 @@ class LayoutSearch:
         return found
 
     def _lower_bounds(self, pending: Iterable[int]) -> tuple[Tensor, Tensor]:
-        """Return logarithms of the least seconds (infinite: done or cannot fit) and of the expected ones."""
+        """Return the lower bounds and the means of log seconds; a bound is infinite if done or unlikely to fit."""
         expected, deviation = self._expected.predict_log_seconds(pending)
         chance = self._expected.fit_probability()
         could = self._untraced_mask & (chance > MIN_FIT_PROBABILITY)
@@ -224,7 +224,7 @@ class LayoutSearch:
             self._expected.learn_seconds(number, seconds)
 
     def _evaluate_schedules(self, candidate: Candidate, trace: QuickTrace) -> tuple[float, float]:
-        """Note a pipeline under each schedule, from the model on one stage; return the least seconds and its bytes."""
+        """Record a pipeline under each schedule, from a trace on one stage; return seconds and bytes of the fastest."""
         ranks, layers, count = candidate.degrees.pp, self.space.num_layers, candidate.num_microbatches
         best = (math.inf, math.inf)
         for each in self.space.expand_schedules(candidate):
@@ -256,7 +256,7 @@ class LayoutSearch:
         )
 
     def _refuse_similar(self, candidate: Candidate, refusal: TraceRefusal) -> None:
-        """Refuse also those like a candidate: whatever their batch, unless that was the reason."""
+        """Reject a candidate and similar ones: of any batch size, unless the batch is the reason."""
         new = {*self._similar.get(_refusal_keys(candidate)[refusal.depends_on_batch], ())} - self._done
         self.space.refuse(refusal.reason, len(new))
         self._done |= new
@@ -270,7 +270,7 @@ class LayoutSearch:
         return False
 
     def _single_stage(self, candidate: Candidate) -> Candidate:
-        """Return the same model on one stage, on as many ranks as a stage has, with the microbatches of a glance."""
+        """Return the candidate on one stage, with at most two microbatches, as in a quick trace."""
         count = min(2, candidate.num_microbatches)
         if candidate.degrees.pp == 1:
             return replace(candidate, num_microbatches=count)
@@ -291,7 +291,7 @@ class LayoutSearch:
 
 
 def _choose_seeds(candidates: Sequence[Candidate]) -> list[int]:
-    """Return whom to trace first: the first, with each kind of recomputation; and the one that tp divides most."""
+    """Return the candidates to trace first: one with the largest tp, and one for each activation checkpointing."""
     alone = [at for at, each in enumerate(candidates) if each.degrees.pp == 1] or [0]
     most, first = alone[0], candidates[alone[0]]
     found: dict[Any, int] = {}
@@ -305,7 +305,7 @@ def _choose_seeds(candidates: Sequence[Candidate]) -> list[int]:
 
 
 def _work_key(candidate: Candidate) -> tuple[Any, ...]:
-    """Return a key that candidates share that compute the same in a step."""
+    """Return a key that is equal for candidates whose quick traces are equal."""
     return (
         candidate.family,
         candidate.activation_checkpointing,

@@ -33,7 +33,7 @@ const ticks = (low, high, wanted) => {
 let known = {};
 const colours = name => known[name] ??= getComputedStyle(document.documentElement).getPropertyValue("--" + name).trim();
 
-// -- one view of time for both pictures
+// -- one view of time for both plots
 
 const view = {from: 0, to: data.end};
 const charts = [];
@@ -50,8 +50,8 @@ const drawAll = () => charts.forEach(chart => chart.draw());
 class Chart {
   constructor(name) {
     this.canvas = byId(name + "-chart");
-    this.said = byId(name + "-read");
-    this.hint = this.said.textContent;
+    this.readout = byId(name + "-read");
+    this.hint = this.readout.textContent;
     this.cursor = null;
     this.drag = null;
     const on = (what, act) => this.canvas.addEventListener(what, act);
@@ -63,7 +63,7 @@ class Chart {
     on("pointermove", event => {
       if (this.drag) this.drag.to = this.x(event);
       this.point(this.x(event), event.offsetY);
-      this.tell("off");
+      this.announce("off");
     });
     on("pointerup", () => this.release());
     on("pointercancel", () => { this.drag = null; this.draw(); });
@@ -76,7 +76,7 @@ class Chart {
       event.preventDefault();
     });
     on("keydown", event => this.key(event));
-    on("focus", () => { if (!this.cursor) { this.begin(); this.tell("polite"); } });
+    on("focus", () => { if (!this.cursor) { this.begin(); this.announce("polite"); } });
     document.querySelector(`.tools[data-of="${name}"]`).addEventListener("click", event => {
       const act = event.target.dataset.do;
       if (act) this.act(act);
@@ -122,10 +122,10 @@ class Chart {
     else return;
     event.preventDefault();
     this.draw();
-    this.tell("polite");
+    this.announce("polite");
   }
-  clear() { this.cursor = null; this.said.textContent = this.hint; this.draw(); }
-  tell(how) { this.said.setAttribute("aria-live", how); this.said.textContent = this.words() || this.hint; this.draw(); }
+  clear() { this.cursor = null; this.readout.textContent = this.hint; this.draw(); }
+  announce(how) { this.readout.setAttribute("aria-live", how); this.readout.textContent = this.words() || this.hint; this.draw(); }
   draw() {
     const ratio = window.devicePixelRatio || 1, {clientWidth, clientHeight} = this.canvas;
     if (!clientWidth) return;
@@ -223,7 +223,7 @@ class MemoryChart extends Chart {
   y(bytes) { return this.bottom - bytes / this.most * (this.bottom - this.top); }
   begin() { this.cursor = {i: this.chosen.peak}; }
   cursorTime() { return this.chosen.time[this.cursor.i]; }
-  // What is held from a moment on is held until the next.
+  // Memory of a moment is held until the next.
   indexAt(ns) {
     const {time} = this.chosen;
     let low = 0, high = time.length - 1;
@@ -246,7 +246,7 @@ class MemoryChart extends Chart {
     const at = this.chosen.time[this.chosen.peak], width = Math.min(view.to - view.from, data.end / 10);
     this.cursor = {i: this.chosen.peak};
     show(at - width / 2, at + width / 2);
-    this.tell("polite");
+    this.announce("polite");
   }
   words() {
     if (!this.cursor) return "";
@@ -291,7 +291,7 @@ class MemoryChart extends Chart {
     pen.stroke();
     if (this.cursor) this.rule(this.xOf(this.cursorTime()), this.top - 4, this.xOf(this.cursorTime()), this.bottom, "text");
   }
-  // The computing stream's bars, and the names of phases where there is room.
+  // The computing stream's bars, and the names of phases where they fit.
   phases(rank) {
     const pen = this.pen, {bars} = timeline.lanes.find(lane => lane.rank === rank && lane.stream === "compute");
     let run = null;
@@ -318,16 +318,16 @@ class MemoryChart extends Chart {
     this.text("phase", LEFT - 8, 15, "quiet", "right");
     const right = LEFT + this.width - 6;
     const reservedY = this.y(reserved), limitY = this.y(data.limit), isSeen = data.limit <= this.most;
-    // Names of lines that are close are above the upper and below the lower one.
+    // If two lines are close, label the upper one above it and the lower one below it.
     const isClose = isSeen && Math.abs(limitY - reservedY) < 22, isUsableBelow = isClose && limitY > reservedY;
     this.text(`reserved ${size(reserved)}`, right, reservedY + (isClose && !isUsableBelow ? 10 : -9), "text", "right", true);
     if (isSeen) this.text(`usable ${size(data.limit)}`, right, limitY + (isUsableBelow ? 10 : -9), "limit", "right", true);
-    else this.text(`usable ${size(data.limit)}: far above`, right, this.top + 2, "limit", "right", true);
+    else this.text(`usable ${size(data.limit)}: above the range shown`, right, this.top + 2, "limit", "right", true);
     const x = this.beginOf(peak);
     if (x < LEFT - 1 || x > LEFT + this.width + 1) return;
     const words = `peak ${size(total[peak])}, ${data.names[names[peak]]}`, half = pen.measureText(words).width / 2;
     let y = this.y(total[peak]) - 14;
-    // Above the line of what is reserved, where it would be on it.
+    // Above the line of reserved memory, where it would overlap it.
     if (Math.abs(y - reservedY) < 9) y = reservedY - 10;
     const most = y < reservedY && reservedY - y < 16 ? right - 140 : right;
     this.text(words, Math.max(LEFT + half + 4, Math.min(x, most - half)), y, "text", "center", true);
@@ -393,9 +393,9 @@ class TimelineChart extends Chart {
   words() {
     if (!this.cursor) return "";
     const lane = this.lanes[this.cursor.lane], bar = this.bar();
-    const name = `rank ${lane.rank}, ${lane.stream}` + (lane.link ? ` (${lane.link === "intra_node" ? "inside of a node" : "between nodes"})` : "");
+    const name = `rank ${lane.rank}, ${lane.stream}` + (lane.link ? ` (${lane.link === "intra_node" ? "within a node" : "between nodes"})` : "");
     if (!bar) return `${name}: idle`;
-    const many = bar.number > 1 ? `${bar.number} operators, the longest ${data.names[bar.name]}, working ${time(bar.busy)}` : data.names[bar.name];
+    const many = bar.number > 1 ? `${bar.number} operators, the longest ${data.names[bar.name]}, busy for ${time(bar.busy)}` : data.names[bar.name];
     return `${name}, ${data.phases[bar.phase]}: ${many}; from ${time(bar.start)}, for ${time(bar.end - bar.start)}`;
   }
   paint() {
@@ -427,7 +427,7 @@ class TimelineChart extends Chart {
       this.text(`rank ${rank}`, 8, y + 4, "text");
       this.pen.font = this.pen.font.replace("600 ", "");
     }
-    this.text("works", LEFT - 8, this.heads[0].y + 4, "quiet", "right");
+    this.text("busy", LEFT - 8, this.heads[0].y + 4, "quiet", "right");
     for (const lane of this.lanes) {
       this.text(lane.stream, 20, lane.y + 8, "text");
       this.text((lane.busy / data.end * 100).toFixed(1) + " %", LEFT - 8, lane.y + 8, "quiet", "right");
@@ -435,20 +435,20 @@ class TimelineChart extends Chart {
   }
 }
 
-// -- who shares with a rank
+// -- groups of a rank
 
-const among = () => {
+const describeRank = () => {
   const rank = Math.floor(Number(byId("rank").value)), {node, world, axes} = data.mesh;
-  if (!(rank >= 0 && rank < world)) { byId("rank-read").textContent = `There are ranks 0 to ${count(world - 1)}.`; return; }
+  if (!(rank >= 0 && rank < world)) { byId("rank-read").textContent = `Ranks are numbered 0 to ${count(world - 1)}.`; return; }
   const parts = [`Rank ${rank} is on node ${Math.floor(rank / node)}`], seen = new Set();
   for (const mesh of axes) {
     let stride = 1;
     for (const [axis, degree] of [...mesh].reverse()) {
-      const place = Math.floor(rank / stride) % degree, first = rank - place * stride, last = first + (degree - 1) * stride;
+      const index = Math.floor(rank / stride) % degree, first = rank - index * stride, last = first + (degree - 1) * stride;
       if (degree > 1 && !seen.has(axis)) {
         const nodes = new Set(Array.from({length: degree}, (_, i) => Math.floor((first + i * stride) / node))).size;
         const ranks = Array.from({length: Math.min(degree, 3)}, (_, i) => first + i * stride).join(", ") + (degree > 3 ? (degree > 4 ? ", … " : ", ") + last : "");
-        parts.push(`${axis} ${place} of ${count(degree)}, with ranks ${ranks}, ${nodes === 1 ? "inside of the node" : "on " + count(nodes) + " nodes"}`);
+        parts.push(`${axis} ${index} of ${count(degree)}, with ranks ${ranks}, ${nodes === 1 ? "within the node" : "on " + count(nodes) + " nodes"}`);
       }
       seen.add(axis);
       stride *= degree;
@@ -459,8 +459,8 @@ const among = () => {
 
 const timeline = new TimelineChart();
 const memory = new MemoryChart();
-byId("rank").addEventListener("input", among);
-among();
+byId("rank").addEventListener("input", describeRank);
+describeRank();
 matchMedia("(prefers-color-scheme: dark)").addEventListener("change", () => { known = {}; drawAll(); });
 drawAll();
 })();
