@@ -153,11 +153,11 @@ def test_bad_input_is_reported(plain: Path, tmp_path: Path) -> None:
     later = _runs(plain, tmp_path, [1.0])[0].directory
     (later / "metrics.jsonl").write_text((later / "metrics.jsonl").read_text().replace('"step": 1,', '"step": 40,'))
     for text, one, other, options in (
-        ("no directory of a run", plain, tmp_path, {}),
-        ("step 9 is none", plain, plain, {"step": 9}),
+        ("not a run directory", plain, tmp_path, {}),
+        ("step 9 is not a step", plain, plain, {"step": 9}),
         ("must be above 0", plain, plain, {"rtol": 0.0}),
         ("no step is in both", plain, later, {}),
-        ("no whole checkpoint before step 40", later, later, {"step": 40}),
+        ("no complete checkpoint before step 40", later, later, {"step": 40}),
     ):
         with pytest.raises(ConfigError, match=text):
             diff_runs(one, other, runner=build_performer(), **options)

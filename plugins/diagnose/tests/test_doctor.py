@@ -144,4 +144,4 @@ def test_alone_it_starts_two_ranks_and_tells_all_as_json(tmp_path):
 def test_ranks_of_a_launcher_join_and_the_first_one_tells(monkeypatch):
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
     done = run_command("doctor", launcher=LAUNCHER)
-    assert done.stdout.count("2 on 1 host have met") == done.stdout.count("versions\n") == 1, done.stderr
+    assert done.stdout.count("2 ranks on 1 host are connected") == done.stdout.count("versions\n") == 1, done.stderr

@@ -100,13 +100,13 @@ def test_who_has_not_the_token_is_refused(local: Local, token: str) -> None:
         protocol.receive_message(connection)
         protocol.send_message(connection, {"command": "list"})
         assert protocol.receive_message(connection)[0].keys() == {"error"}
-        with pytest.raises(OSError, match="ended"):
+        with pytest.raises(OSError, match="closed"):
             protocol.receive_message(connection)
 
 
 def test_a_process_of_another_user_is_refused(local: Local, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(os, "geteuid", lambda: os.getuid() + 1)
-    with pytest.raises(OSError, match=r"ended|reset|Broken"):
+    with pytest.raises(OSError, match=r"closed|reset|Broken"):
         local.connected().request("list")
 
 
@@ -120,17 +120,17 @@ def test_a_keeper_without_the_token_is_not_believed() -> None:
 
     thread = threading.Thread(target=impostor)
     thread.start()
-    with pytest.raises(PermissionError, match="the keeper has another token"):
+    with pytest.raises(PermissionError, match="the replica server has another token"):
         protocol.authenticate_to_server(ours, TOKEN)
     thread.join()
 
 
 def test_other_nodes_bring_and_take_files_and_no_more_and_nonsense_is_refused(local: Local) -> None:
     for what in ("discard_stale", "commit", "listen"):
-        with pytest.raises(OSError, match=f"{what} is nothing that a keeper does"):
+        with pytest.raises(OSError, match=f"command {what} is not accepted"):
             local.far.request(what, run="run", step=0, manifest="", host="", token="")
     for reported in ({"step": 1}, {"run": "run"}, {"run": "run", "step": 1, "name": "a", "size": "many"}):
-        with pytest.raises(OSError, match="the keeper refuses"):
+        with pytest.raises(OSError, match="rejected the request"):
             local.near.request("put" if "size" in reported else "commit", **reported)
     assert (local.far.request("list")["id"], local.near.request("list")["run"]) == (local.keeper.server_id, "run")
 
@@ -152,7 +152,7 @@ def test_the_last_sealed_step_is_kept_and_the_one_that_is_written(local: Local) 
     assert os.pread(file, 100, 0) == bytes([3]) * 20
     os.close(file)
     for step, name, begin, size in ((2, "near", 0, 1), (3, "other", 0, 1), (3, "near", 6, 5), (3, "near", -1, 1)):
-        with pytest.raises(OSError, match="refuses"):
+        with pytest.raises(OSError, match="rejected"):
             local.far.request_into(memoryview(bytearray(size)), "read", step=step, name=name, begin=begin, size=size)
 
 
@@ -163,7 +163,7 @@ def test_another_run_a_step_that_is_sealed_and_a_file_that_breaks_off_are_refuse
     local.seal(1)
     with pytest.raises(OSError, match="is not expected"):
         local.put(1, "b", b"y", local.far)
-    with pytest.raises(OSError, match="step 2 of run 'run' is not here"):
+    with pytest.raises(OSError, match="step 2 of run 'run' is not stored here"):
         local.seal(2)
     connection = local.introduced(TOKEN)
     protocol.send_message(connection, {"command": "put", "run": "run", "step": 3, "name": "a", "size": 100})
@@ -335,7 +335,7 @@ def test_copies_that_nobody_would_resume_from_are_refused(monkeypatch: pytest.Mo
         fixed = {"model": {"model_type": "llama"}, "steps": 9, "batch_size": 4, "nproc": 2}
         return RunConfig.model_validate({**fixed, "checkpoint": {"every": 3, "replicate": "neighbor"}, **values})
 
-    with pytest.raises(ConfigError, match="max_restarts=0 restarts none"):
+    with pytest.raises(ConfigError, match="max_restarts=0"):
         find_rank_counts(config())
     assert find_rank_counts(config(max_restarts=1)) == [2]
     with pytest.raises(ConfigError, match="saves no checkpoints"):

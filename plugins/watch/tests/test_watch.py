@@ -259,7 +259,7 @@ def test_a_run_is_followed_while_it_continues(tmp_path: Path) -> None:
         ),
         ([build_event_line("exit", 5, code=-9)], None, "failed", "exit code -9"),
         ([build_event_line("end", 5, reason="signal")], None, "stopped", "signal"),
-        ([], {"pid": 2**22 + 1, "host": socket.gethostname()}, "lost", "without a word"),
+        ([], {"pid": 2**22 + 1, "host": socket.gethostname()}, "lost", "without reporting"),
         ([], None, "stopped", ""),
         (
             [build_event_line("end", 5, reason="done"), build_start_event(10, begin=5)],
@@ -283,11 +283,14 @@ def test_how_a_run_has_ended(events, holder, expected, why, tmp_path):
 def test_what_cannot_be_watched_is_refused(tmp_path: Path) -> None:
     one, other = (write_run_directory(tmp_path / name / "a", 3) for name in ("runs", "more"))
     assert [run.name for run in open_runs([one, other])] == ["runs/a", "more/a"]
-    for path, text in (("runs/b", r"no directory of a run.*Runs beside it: .*runs/a"), ("runs", "Name those to watch")):
+    for path, text in (
+        ("runs/b", r"not a run directory.*Runs next to it: .*runs/a"),
+        ("runs", "Name the runs to watch"),
+    ):
         with pytest.raises(ConfigError, match=text):
             open_runs([tmp_path / path])
     code, reported = invoke_in_process("watch", one, "--host", "no.such.host.invalid", "--port", 1, "--no-browser")
-    assert (code, "cannot be served on" in reported) == (2, True), reported
+    assert (code, "cannot listen on" in reported) == (2, True), reported
 
 
 # -- the server

@@ -1,1 +1,1 @@
-"""Diagnosis of meshwright runs: replay and compare steps, profiles, and a check of a machine or a run."""
+"""Diagnosis of runs: replay steps, compare runs and profiles, and check machines."""

@@ -32,13 +32,13 @@ def replay(
     compare_rank: Annotated[
         int | None,
         typer.Option(
-            "--compare-rank", min=0, help="Data rank whose work another rank repeats; the two are compared bitwise."
+            "--compare-rank", min=0, help="Data rank whose work another rank repeats; the results are compared bitwise."
         ),
     ] = None,
     json_file: JsonOption = None,
     traceback: TracebackOption = False,
 ) -> None:
-    """Replay a step of a run from the checkpoint before it. Exits with 0 if the results are equal, else 1.
+    """Replay a step of a run from the last checkpoint before it. Exits with 0 if the results are equal, else 1.
 
     \b
     Examples:
@@ -54,24 +54,24 @@ def replay(
             start_fork_server(["meshwright_diagnose.replay.replay"])
         with gc_paused():
             from .replay.render import render_replay
-            from .replay.replay import replay_step as replayed
+            from .replay.replay import replay_step
 
-        found = replayed(run, step, single=single, compare_rank=compare_rank, show_traceback=traceback)
+        result = replay_step(run, step, single=single, compare_rank=compare_rank, show_traceback=traceback)
         if os.environ.get("RANK", "0") == "0":
-            report_results(render_replay(found), found.to_dict(), json_file)
-    exit_process(found.exit_code)
+            report_results(render_replay(result), result.to_dict(), json_file)
+    exit_process(result.exit_code)
 
 
 def diff(
     one: Annotated[Path, typer.Argument(metavar="RUN_A", help="Directory of a run (its output_dir).")],
-    other: Annotated[Path, typer.Argument(metavar="RUN_B", help="The one to compare with.")],
+    other: Annotated[Path, typer.Argument(metavar="RUN_B", help="Directory of the run to compare with.")],
     rtol: Annotated[float | None, typer.Option("--rtol", help="Relative tolerance; default: chosen by dtype.")] = None,
     step: Annotated[
         int | None, typer.Option("--step", min=1, help="Step to replay; default: the first that differs.")
     ] = None,
     no_replay: Annotated[bool, typer.Option("--no-replay", help="Compare metrics only; replay no step.")] = False,
     float64: Annotated[
-        bool, typer.Option("--float64", help="Replay both in float64 from one checkpoint, and compare within 1e-9.")
+        bool, typer.Option("--float64", help="Replay both in float64 from one checkpoint, with tolerance 1e-9.")
     ] = False,
     json_file: JsonOption = None,
     traceback: TracebackOption = False,
@@ -89,19 +89,19 @@ def diff(
 
             start_fork_server(["meshwright_diagnose.replay.replay"])
         with gc_paused():
-            from .replay.diff import diff_runs as compare
+            from .replay.diff import diff_runs
             from .replay.render import render_diff
 
-        found = compare(
+        result = diff_runs(
             one, other, rtol=rtol, step=step, replays=not no_replay, float64=float64, show_traceback=traceback
         )
-        report_results(render_diff(found), found.to_dict(), json_file)
-    exit_process(found.exit_code)
+        report_results(render_diff(result), result.to_dict(), json_file)
+    exit_process(result.exit_code)
 
 
 def doctor(
     directory: Annotated[
-        Path | None, typer.Option("--dir", help="Also check this directory, where runs would write their results.")
+        Path | None, typer.Option("--dir", help="Also check this directory, in which runs would write their results.")
     ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print the findings as JSON.")] = False,
     traceback: TracebackOption = False,
@@ -123,14 +123,14 @@ def doctor(
             from .doctor.rank_checks import check_launched_ranks, check_local_ranks, check_machine
 
         if is_launched():
-            code, found = check_launched_ranks(directory)
+            code, findings = check_launched_ranks(directory)
         else:
-            code, found = 0, [*check_machine(directory), *check_local_ranks()]
-        if found and os.environ.get("RANK", "0") == "0":
-            text = json.dumps(to_dict(found), indent=2) if as_json else "\n".join(format_results(found))
+            code, findings = 0, [*check_machine(directory), *check_local_ranks()]
+        if findings and os.environ.get("RANK", "0") == "0":
+            text = json.dumps(to_dict(findings), indent=2) if as_json else "\n".join(format_results(findings))
             echo(f"{text}\n")
             sys.stdout.flush()
-    exit_process(code or find_exit_code(found))
+    exit_process(code or find_exit_code(findings))
 
 
 ProfilePath = Annotated[
@@ -140,7 +140,7 @@ RankOption = Annotated[
     int | None, typer.Option(min=0, help="Rank to show, if a directory is given; default: the first one found.")
 ]
 RowsOption = Annotated[int, typer.Option(min=1, help="Number of operators to show.")]
-SvgFile = Annotated[Path | None, typer.Option("--svg", help="Draw the summary to this SVG file.")]
+SvgFile = Annotated[Path | None, typer.Option("--svg", help="Write the summary to this SVG file.")]
 
 
 def show(
@@ -173,7 +173,7 @@ def show(
 
 def compare(
     before: Annotated[Path, typer.Argument(metavar="A", help="A run directory, a trace, or a summary.json.")],
-    after: Annotated[Path, typer.Argument(metavar="B", help="The one to compare with.")],
+    after: Annotated[Path, typer.Argument(metavar="B", help="The profile to compare with.")],
     rank: RankOption = None,
     rows: RowsOption = 12,
     json_file: JsonOption = None,
@@ -187,14 +187,13 @@ def compare(
       meshwright profile compare runs/before runs/after --rows 30
     """
     with exit_on_error(show_traceback=False):
-        from meshwright_run.profile.render import compare_profiles as compared_of
-        from meshwright_run.profile.render import render_comparison
+        from meshwright_run.profile.render import compare_profiles, render_comparison
         from meshwright_run.profile.summary import load_summary
 
         first, second = (load_summary(path, rank=rank) for path in (before, after))
-        comparison = compared_of(first, second, (str(before), str(after)))
-        what = render_comparison(comparison, rows=rows)
-        _output(what, comparison.to_dict(), json_file, svg_file, title=f"profile compare {before} {after}")
+        comparison = compare_profiles(first, second, (str(before), str(after)))
+        table = render_comparison(comparison, rows=rows)
+        _output(table, comparison.to_dict(), json_file, svg_file, title=f"profile compare {before} {after}")
 
 
 def _output(
@@ -211,7 +210,7 @@ def _output(
 def register_commands(app: typer.Typer) -> None:
     for command in (replay, diff, doctor):
         app.command()(command)
-    profiles = typer.Typer(help="Look at profiles of steps.", no_args_is_help=True)
+    profiles = typer.Typer(help="Show and compare profiles of steps.", no_args_is_help=True)
     profiles.command()(show)
     profiles.command()(compare)
     app.add_typer(profiles, name="profile")

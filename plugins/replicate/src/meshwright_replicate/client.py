@@ -1,4 +1,4 @@
-"""The keepers of all nodes as a rank reaches them, and the steps that they hold as places that are read from."""
+"""Client of the replica servers of all nodes, and readers of the steps that they hold."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ _ALL_INTERFACES = "0.0.0.0"
 
 
 class ReplicaNode(NamedTuple):
-    """A node that has ranks: the id of its keeper, its ranks, and host and port of the keeper for other nodes."""
+    """A node: the id of its replica server, its ranks, and the host and port of the server for other nodes."""
 
     server_id: str
     ranks: tuple[int, ...]
@@ -48,7 +48,7 @@ class ReplicaNode(NamedTuple):
 
 @dataclass(frozen=True)
 class ReplicaClient:
-    """The keepers of a world."""
+    """Client of the replica servers of a world."""
 
     nodes: tuple[ReplicaNode, ...]  # in the order of their first ranks
     local_node: int  # number of this rank's node
@@ -56,7 +56,7 @@ class ReplicaClient:
 
     @property
     def next_node(self) -> int | None:
-        """The node that has the second copy of this node's state; None if there is only one node."""
+        """Number of the node that holds the second copy of this node's state; None if there is only one node."""
         return (self.local_node + 1) % len(self.nodes) if len(self.nodes) > 1 else None
 
     @property
@@ -64,12 +64,12 @@ class ReplicaClient:
         return dist.get_rank() == self.nodes[self.local_node].ranks[0]
 
     def connect(self, node: int) -> Connection:
-        """Connect to a keeper. Raises OSError."""
+        """Connect to the replica server of a node. Raises OSError."""
         if node == self.local_node:
             return _connect_local()
         address = self.nodes[node].address
         if address is None:
-            raise OSError("the keeper has no address")
+            raise OSError("the replica server has no address")
         connection = socket.create_connection(address, timeout=protocol.IO_TIMEOUT_S)
         try:
             connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
@@ -80,36 +80,36 @@ class ReplicaClient:
         return Connection(connection)
 
     def list_steps(self, world: World) -> list[Mapping[str, Any]]:
-        """Return what each keeper has; nothing for one that does not answer. Collective."""
+        """Return the steps on each node; none for a node whose server does not respond. Collective."""
         mine: dict[str, Any] = {"run": "", "steps": {}}
         if self.is_node_leader:
             try:
                 mine = _request_local("list")
             except OSError:
-                mine = {"run": "", "steps": {}}  # it was killed, and its copies are gone
-        found = _all_gather(mine, world)
-        return [found[node.ranks[0]] for node in self.nodes]
+                mine = {"run": "", "steps": {}}  # the server was killed
+        gathered = _all_gather(mine, world)
+        return [gathered[node.ranks[0]] for node in self.nodes]
 
     def discard_stale(self, run_id: str, step: int, world: World) -> None:
-        """Have all keepers drop what a run that resumes from a step does not need. Collective. Raises RankError."""
+        """Make all servers discard steps of other runs, and steps after `step`. Collective. Raises RankError."""
 
         def work() -> None:
             try:
                 if self.is_node_leader:
                     _request_local("discard_stale", run=run_id, step=step)
             except OSError as error:
-                raise RankError(f"the process that holds copies of state does not answer: {error}.") from error
+                raise RankError(f"the replica server does not respond: {error}.") from error
 
         world.run_on_all_ranks(work)
 
 
 def open_replica_client(world: World) -> ReplicaClient:
-    """Find the keeper of each node, or start one. Collective. Raises ConfigError or RankError."""
-    keeper = world.run_on_all_ranks(_find_or_start_server)
-    found = _all_gather(keeper, world)
-    ranks = {each: tuple(rank for rank, other in enumerate(found) if other == each) for each in found}
+    """Find or start the replica server of each node. Collective. Raises ConfigError or RankError."""
+    server_id = world.run_on_all_ranks(_find_or_start_server)
+    server_ids = _all_gather(server_id, world)
+    ranks = {each: tuple(rank for rank, other in enumerate(server_ids) if other == each) for each in server_ids}
     nodes = [ReplicaNode(*item) for item in ranks.items()]
-    here = next(number for number, node in enumerate(nodes) if node.server_id == keeper)
+    here = next(number for number, node in enumerate(nodes) if node.server_id == server_id)
     token = world.run_on_first_rank(lambda: secrets.token_hex(32))
     if len(nodes) > 1:
         host = _find_local_address(os.environ.get("MASTER_ADDR", ""))
@@ -130,22 +130,21 @@ def _all_gather(value: Any, world: World) -> list[Any]:
 
 
 def _find_or_start_server() -> str:
-    """Return the id of this node's keeper, which the node's first rank starts if there is none."""
+    """Return the id of this node's replica server, which the node's first rank starts if there is none."""
     if not hasattr(os, "memfd_create") or not hasattr(socket, "SO_PEERCRED") or not get_process_identity(os.getpid()):
         raise ConfigError("checkpoint.replicate needs Linux, with /proc. Leave it out.")
     try:
         _get_server_socket_path()
     except OSError as error:
-        raise ConfigError(f"checkpoint.replicate has no place for its socket: {error}.") from error
-    starts, until = os.environ.get("LOCAL_RANK", "0") == "0", time.monotonic() + _START_TIMEOUT_S
+        raise ConfigError(f"checkpoint.replicate cannot create its socket: {error}.") from error
+    starts, deadline = os.environ.get("LOCAL_RANK", "0") == "0", time.monotonic() + _START_TIMEOUT_S
     while True:
         try:
             return str(_request_local("list")["id"])
         except OSError as error:
-            if time.monotonic() > until:
+            if time.monotonic() > deadline:
                 raise RankError(
-                    f"the process that holds copies of state (checkpoint.replicate) did not answer within "
-                    f"{_START_TIMEOUT_S:g} s: {error}."
+                    f"the replica server (checkpoint.replicate) did not respond within {_START_TIMEOUT_S:g} s: {error}."
                 ) from error
         if starts:
             starts = False
@@ -163,14 +162,14 @@ def _start_server() -> None:
         str(pid),
         get_process_identity(pid),
     ]
-    # See [Note: nothing is left] in `server`. It must not hold open what others wait to see closed.
-    nothing = subprocess.DEVNULL
-    started = subprocess.Popen(command, stdin=nothing, stdout=nothing, stderr=nothing, start_new_session=True)
-    started.returncode = 0  # nobody waits for it; without a return code Python would warn
+    # See [Note: nothing is left] in `server`. It must not hold pipes open that others wait to see closed.
+    null = subprocess.DEVNULL
+    process = subprocess.Popen(command, stdin=null, stdout=null, stderr=null, start_new_session=True)
+    process.returncode = 0  # it is never waited for; without a return code, Python would warn
 
 
 def _get_server_socket_path() -> Path:
-    """Return the path of the socket of the keeper: one for each process that starts ranks."""
+    """Return the path of the server's socket, one for each process that starts ranks."""
     return get_socket_path(hashlib.sha256(get_process_identity(get_launcher_pid()).encode()).hexdigest()[:32])
 
 
@@ -186,23 +185,21 @@ def _connect_local() -> Connection:
 
 
 def _request_local(command: str, **values: Any) -> dict[str, Any]:
-    link = _connect_local()
+    connection = _connect_local()
     try:
-        return link.request(command, **values)
+        return connection.request(command, **values)
     finally:
-        link.close()
+        connection.close()
 
 
 def _expose_local_server(host: str, token: str, *, is_single_node: bool) -> tuple[str, int]:
-    """Return where other nodes reach this node's keeper, whose address in the ranks' network is `host`."""
-    # A node may know only its loopback; others call it by the name at which they all meet.
+    """Make this node's server listen for other nodes; return its host and port. `host`: in the ranks' network."""
+    # A node may know only its loopback address; others reach it by MASTER_ADDR.
     is_hidden = _is_loopback(host) and not is_single_node
     try:
         port = _request_local("listen", host=_ALL_INTERFACES if is_hidden else host, token=token)["port"]
     except OSError as error:
-        raise RankError(
-            f"the process that holds copies of state cannot be reached from other nodes: {error}."
-        ) from error
+        raise RankError(f"the replica server cannot accept connections of other nodes: {error}.") from error
     return (os.environ["MASTER_ADDR"] if is_hidden else host), int(port)
 
 
@@ -223,12 +220,12 @@ def _find_local_address(host: str) -> str:
 
 @dataclass(frozen=True)
 class ReplicaReader:
-    """A step in the memory of nodes. All ranks read a file from the same keeper, so what one has verified all get."""
+    """Storage of a step in memory. All ranks read a file from the same server, so one rank verifies it for all."""
 
     client: ReplicaClient
-    step: int  # after which it was copied
-    manifest: bytes  # its text
-    file_nodes: Mapping[str, int]  # maps each file to the number of the node whose keeper it is read from
+    step: int  # number of completed steps
+    manifest: bytes  # content of the manifest file
+    file_nodes: Mapping[str, int]  # number of the node from whose server each file is read
     file_sizes: Mapping[str, int]  # size of each file
     options: StorageOptions
     name = "memory"
@@ -243,17 +240,17 @@ class ReplicaReader:
         if name == MANIFEST_FILE:
             return io.BytesIO(self.manifest)
         if name not in self.file_nodes:
-            raise OSError(f"no {name} of step {self.step}")
+            raise OSError(f"step {self.step} has no file {name}")
         node = self.file_nodes[name]
-        link = self.client.connect(node)
+        connection = self.client.connect(node)
         if node != self.client.local_node:
-            return io.BufferedReader(_RemoteReplicaFile(link, self.step, name, self.file_sizes[name]), 1 << 20)
+            return io.BufferedReader(_RemoteReplicaFile(connection, self.step, name, self.file_sizes[name]), 1 << 20)
         try:
-            file = link.request_file("read", step=self.step, name=name)
+            file = connection.request_file("read", step=self.step, name=name)
         finally:
-            link.close()
+            connection.close()
         try:
-            # Opened again: descriptors of one file share their position with those of other readers.
+            # Open it again: duplicated descriptors share a file position with other readers.
             return open(f"/proc/self/fd/{file}", "rb")
         finally:
             os.close(file)
@@ -289,11 +286,11 @@ class _RemoteReplicaFile(SeekableReader):
 def find_replicas(
     client: ReplicaClient, steps_by_node: Sequence[Mapping[str, Any]], run_id: str, options: StorageOptions
 ) -> list[ReplicaReader]:
-    """Return the complete steps of a run in memory, newest first; twice if other keepers have files, too."""
+    """Return readers of the complete steps of a run, newest first; two for a step if other servers have files, too."""
     own = [each["steps"] if each["run"] == run_id else {} for each in steps_by_node]
     steps = sorted({int(step) for each in own for step in each}, reverse=True)
     kept = {step: [each.get(str(step), {}) for each in own] for step in steps}
-    return [place for step in steps for place in _build_readers(client, kept[step], step, options)]
+    return [reader for step in steps for reader in _build_readers(client, kept[step], step, options)]
 
 
 def _build_readers(
@@ -309,7 +306,7 @@ def _build_readers(
     }
     if not all(holding.values()):
         return
-    # A rank's own part is on its node, if ranks are where they were.
+    # Prefer a rank's own node, which has its part unless ranks have moved.
     near = {tensors_file_name(rank): number for number, node in enumerate(client.nodes) for rank in node.ranks}
     first = {name: near[name] if near.get(name) in nodes else nodes[0] for name, nodes in holding.items()}
     other = {name: next((n for n in nodes if n != first[name]), first[name]) for name, nodes in holding.items()}

@@ -1,4 +1,4 @@
-"""Implement the hook `open_state_replication`: copies in the memory of nodes. Imports no torch until it is called."""
+"""Hook `open_state_replication`: replicas in the memory of nodes. Imports no torch until it is called."""
 
 from __future__ import annotations
 

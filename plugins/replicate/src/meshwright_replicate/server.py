@@ -1,13 +1,13 @@
-"""The process that holds copies of state on one node: `python -m meshwright_replicate.server SOCKET PID IDENTITY`.
+"""The replica server of a node: `python -m meshwright_replicate.server SOCKET PID IDENTITY`.
 
-[Note: nothing is left] Copies are in anonymous memory (memfd), which vanishes with the process. Its socket (see
-`protocol`) is removed when it ends, or by the next keeper if it was killed. It ends with the process that started
-the ranks. It has a session of its own, since torchrun kills the process groups of its ranks, and ignores the signals
-that schedulers send to all processes; only SIGKILL ends it earlier.
+[Note: nothing is left] Copies are in anonymous memory (memfd), which is freed when the process ends. Its socket (see
+`protocol`) is removed when it ends, or by the next server if it was killed. It ends with the process that started
+the ranks. It has its own session, since torchrun kills the process groups of its ranks, and ignores the signals that
+schedulers send to all processes; only SIGKILL ends it earlier.
 
-[Note: steps that are kept] A step is written file by file, and sealed by its manifest once all ranks have handed over
-all files everywhere. Then earlier steps are dropped. So at any time either the last sealed step is complete on the
-remaining keepers, or none of them has dropped the one before. This module imports no torch.
+[Note: steps that are kept] A step is written file by file, and committed with its manifest once all ranks have sent
+all files to all servers. Then earlier steps are discarded. So at any time, either the last committed step is complete
+on the remaining servers, or none of them has discarded the step before. This module imports no torch.
 """
 
 from __future__ import annotations
@@ -30,14 +30,14 @@ from . import protocol
 
 _RETRY_S = 0.5
 MAX_UNAUTHENTICATED = 64
-"""Connections from other nodes that have not proven yet that they know the token; more wait to be accepted."""
-MAX_AUTHENTICATED = 1024  # Connections that have; more are refused
+"""Maximum number of unauthenticated connections from other nodes; more wait to be accepted."""
+MAX_AUTHENTICATED = 1024  # Maximum number of authenticated connections; more are closed
 _IGNORED_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
 
 
 @dataclass(frozen=True)
 class MemoryFile:
-    """An open file in memory, and its size."""
+    """Descriptor and size of a file in memory."""
 
     fd: int
     size: int
@@ -45,14 +45,14 @@ class MemoryFile:
 
 @dataclass
 class StoredStep:
-    """Files of a step, and the text of its manifest once it is sealed."""
+    """Files of a step, and the text of its manifest once it is committed."""
 
     files: dict[str, MemoryFile] = field(default_factory=dict)
     manifest: str | None = None
 
 
 class ReplicaStore:
-    """The steps of one run."""
+    """Steps of one run in memory."""
 
     def __init__(self) -> None:
         self._run_id = ""
@@ -60,7 +60,7 @@ class ReplicaStore:
         self._lock = threading.Lock()
 
     def discard_stale(self, run_id: str, step: int) -> None:
-        """Drop all steps that are later than the one a run resumes from, or of another run."""
+        """Discard every step after `step`, from which the run resumes, and all steps of another run."""
         with self._lock:
             for number in list(self._steps):
                 if run_id != self._run_id or number > step:
@@ -68,23 +68,23 @@ class ReplicaStore:
             self._run_id = run_id
 
     def add_file(self, run_id: str, step: int, name: str, file: MemoryFile) -> None:
-        """Take over a file. Raises OSError if it is of another run, or of a sealed step."""
+        """Store a file and own its descriptor. Raises OSError if its run is another, or its step is committed."""
         with self._lock:
-            kept = self._steps.get(step, StoredStep())
-            if run_id != self._run_id or kept.manifest is not None:
+            stored = self._steps.get(step, StoredStep())
+            if run_id != self._run_id or stored.manifest is not None:
                 os.close(file.fd)
                 raise OSError(f"step {step} of run {run_id!r} is not expected")
-            self._steps[step] = kept
-            before = kept.files.pop(name, None)
-            if before is not None:
-                os.close(before.fd)
-            kept.files[name] = file
+            self._steps[step] = stored
+            previous = stored.files.pop(name, None)
+            if previous is not None:
+                os.close(previous.fd)
+            stored.files[name] = file
 
     def commit(self, run_id: str, step: int, manifest: str) -> None:
-        """Mark a step as complete, and drop earlier ones; see [Note: steps that are kept]."""
+        """Mark a step as complete, and discard earlier ones; see [Note: steps that are kept]."""
         with self._lock:
             if run_id != self._run_id or step not in self._steps:
-                raise OSError(f"step {step} of run {run_id!r} is not here")
+                raise OSError(f"step {step} of run {run_id!r} is not stored here")
             self._steps[step].manifest = manifest
             for number in list(self._steps):
                 if number < step:
@@ -92,8 +92,8 @@ class ReplicaStore:
 
     def list_steps(self) -> dict[str, Any]:
         with self._lock:
-            sizes = {n: {name: file.size for name, file in kept.files.items()} for n, kept in self._steps.items()}
-            steps = {str(n): {"manifest": kept.manifest, "files": sizes[n]} for n, kept in self._steps.items()}
+            sizes = {n: {name: file.size for name, file in stored.files.items()} for n, stored in self._steps.items()}
+            steps = {str(n): {"manifest": stored.manifest, "files": sizes[n]} for n, stored in self._steps.items()}
             return {"run": self._run_id, "steps": steps}
 
     def open_file(self, step: int, name: str) -> MemoryFile:
@@ -101,7 +101,7 @@ class ReplicaStore:
         with self._lock:
             file = self._steps.get(step, StoredStep()).files.get(name)
             if file is None:
-                raise OSError(f"no {name} of step {step}")
+                raise OSError(f"step {step} has no file {name}")
             return MemoryFile(os.dup(file.fd), file.size)
 
     def _discard(self, step: int) -> None:
@@ -110,7 +110,7 @@ class ReplicaStore:
 
 
 class ReplicaServer:
-    """Answers ranks, with a thread for each connection. Its `id` is unique."""
+    """Serve requests of ranks, with one thread per connection. `server_id` is unique."""
 
     def __init__(self) -> None:
         self.server_id = uuid.uuid4().hex
@@ -122,7 +122,7 @@ class ReplicaServer:
         self._authenticated = threading.Semaphore(MAX_AUTHENTICATED)
 
     def listen(self, listener: socket.socket, *, is_local: bool) -> None:
-        """Accept connections, in the background."""
+        """Accept connections in a background thread."""
         threading.Thread(target=self._accept, args=(listener, is_local), daemon=True).start()
 
     def _accept(self, listener: socket.socket, is_local: bool) -> None:
@@ -133,7 +133,7 @@ class ReplicaServer:
                 connection, _ = listener.accept()
                 threading.Thread(target=self._handle_connection, args=(connection, is_local), daemon=True).start()
             except (OSError, RuntimeError):
-                # There are as many open files or threads as allowed; some will end.
+                # The limit on open files or threads is reached; try again later.
                 if not is_local:
                     self._unauthenticated.release()
                 threading.Event().wait(_RETRY_S)
@@ -166,32 +166,32 @@ class ReplicaServer:
     def _handle_request(
         self, connection: socket.socket, request: dict[str, Any], fd: int | None, is_local: bool
     ) -> None:
-        """Answer a message. Ranks of other nodes may only put, read and list."""
-        what, answer = request["command"], {}
-        if what == "read":
+        """Handle a request. Ranks of other nodes may only put, read and list."""
+        command, response = request["command"], {}
+        if command == "read":
             self._send_file(connection, request, is_local)
             return
-        # Errors of the connection itself end it, unlike those of the shelf.
-        received = self._receive_file(connection, request, fd) if what == "put" else None
+        # Errors of the connection close it, unlike errors of the store.
+        received = self._receive_file(connection, request, fd) if command == "put" else None
         try:
             if received is not None:
                 self._store.add_file(request["run"], request["step"], request["name"], received)
-            elif what == "list":
-                answer = {"id": self.server_id, **self._store.list_steps()}
-            elif what == "discard_stale" and is_local:
+            elif command == "list":
+                response = {"id": self.server_id, **self._store.list_steps()}
+            elif command == "discard_stale" and is_local:
                 self._store.discard_stale(request["run"], request["step"])
-            elif what == "commit" and is_local:
+            elif command == "commit" and is_local:
                 self._store.commit(request["run"], request["step"], request["manifest"])
-            elif what == "listen" and is_local:
-                answer = {"port": self._listen_for_remote(request["host"], request["token"])}
+            elif command == "listen" and is_local:
+                response = {"port": self._listen_for_remote(request["host"], request["token"])}
             else:
-                raise ValueError(f"{what} is nothing that a keeper does")
+                raise ValueError(f"the command {command} is not accepted")
         except OSError as error:
-            answer = {"error": str(error)}
-        protocol.send_message(connection, answer)
+            response = {"error": str(error)}
+        protocol.send_message(connection, response)
 
     def _listen_for_remote(self, host: str, token: str) -> int:
-        """Serve ranks of other nodes that know this token, and no earlier one; return the port."""
+        """Accept ranks of other nodes that know `token`, which replaces earlier ones; return the port."""
         with self._lock:
             self._token = token
             if not self._port:
@@ -203,27 +203,27 @@ class ReplicaServer:
 
     def _send_file(self, connection: socket.socket, request: dict[str, Any], is_local: bool) -> None:
         try:
-            kept = self._store.open_file(request["step"], request["name"])
+            file = self._store.open_file(request["step"], request["name"])
         except OSError as error:
             protocol.send_message(connection, {"error": str(error)})
             return
         try:
             if is_local:
-                protocol.send_message(connection, {"size": kept.size}, kept.fd)
+                protocol.send_message(connection, {"size": file.size}, file.fd)
                 return
             begin, size = int(request["begin"]), int(request["size"])
-            if not 0 <= begin <= begin + size <= kept.size:
-                raise ValueError(f"{size} bytes at {begin} of {kept.size}")
+            if not 0 <= begin <= begin + size <= file.size:
+                raise ValueError(f"cannot read {size} bytes at {begin} of {file.size}")
             protocol.send_message(connection, {"size": size})
             if size:
-                whole = memoryview(mmap.mmap(kept.fd, kept.size, prot=mmap.PROT_READ))
-                connection.sendall(whole[begin : begin + size])
+                content = memoryview(mmap.mmap(file.fd, file.size, prot=mmap.PROT_READ))
+                connection.sendall(content[begin : begin + size])
         finally:
-            os.close(kept.fd)
+            os.close(file.fd)
 
     @staticmethod
     def _receive_file(connection: socket.socket, request: dict[str, Any], fd: int | None) -> MemoryFile:
-        """Return the file that came with a message, or the bytes that follow it, in memory."""
+        """Return the file that came with a request, or a new one with the bytes that follow the request."""
         size = request["size"]
         if fd is not None:
             return MemoryFile(fd, int(size))
@@ -240,12 +240,12 @@ class ReplicaServer:
 
 
 def main(socket_path: Path, pid: int, identity: str) -> None:
-    """Serve at a socket until the process that started the ranks has ended."""
+    """Serve on a Unix socket until the process that started the ranks has ended."""
     for number in _IGNORED_SIGNALS:
         signal.signal(number, signal.SIG_IGN)
     listener = protocol.listen_on_socket(socket_path)
     if listener is None:
-        return  # there is a keeper already
+        return  # another server is running
     ReplicaServer().listen(listener, is_local=True)
     wait_for_exit(pid, identity)
     protocol.remove_socket(socket_path)

@@ -1,1 +1,1 @@
-"""A local page on runs, while they train and afterwards, all from their directories; without torch."""
+"""A local web page that shows runs from their directories, during and after training. Imports no torch."""

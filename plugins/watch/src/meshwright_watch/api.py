@@ -1,4 +1,4 @@
-"""Answer what the page asks for, as values of JSON, from one or two runs and from parameters that are checked."""
+"""The API of the page: JSON-serializable data of one or two runs. Query parameters are validated."""
 
 from __future__ import annotations
 
@@ -30,27 +30,25 @@ from .run import NUM_RECENT_STEPS, WatchedRun
 
 Column = tuple[np.ndarray, np.ndarray]  # Steps, int64 (N), ascending, and values, float64 (N)
 COMPARED_COLUMNS = ("loss", "grad_norm")
-DIVERGENCE_TOLERANCE = (
-    1e-6  # Sums in another order give differences below that for many steps; beyond it, two runs have parted
-)
+DIVERGENCE_TOLERANCE = 1e-6  # Relative; for many steps, sums in another order differ by less
 
 
 def compare_columns(one: Column, other: Column, low: int | None, high: int | None, points: int) -> dict[str, Any]:
-    """Compare a column of two runs by step, as values of JSON; two values that are both NaN are equal."""
-    at, places, others = np.intersect1d(one[0], other[0], assume_unique=True, return_indices=True)
-    a, b = one[1][places], other[1][others]
+    """Return the differences of a column of two runs by step, JSON-serializable; NaN equals NaN."""
+    at, ones, others = np.intersect1d(one[0], other[0], assume_unique=True, return_indices=True)
+    a, b = one[1][ones], other[1][others]
     differs = (a != b) & ~(np.isnan(a) & np.isnan(b))
     with np.errstate(invalid="ignore", over="ignore", divide="ignore"):
         relative = np.where(differs, np.abs(a - b) / np.maximum(np.abs(a), np.abs(b)), 0.0)
-    # One value is not finite, and the other is.
+    # Differences to non-finite values are infinite.
     relative = np.where(np.isfinite(relative), relative, np.inf)
     largest = float(relative.max(initial=0.0))
 
     def first(where: np.ndarray) -> dict[str, Any] | None:
-        place = int(np.argmax(where)) if where.any() else None
-        if place is None:
+        index = int(np.argmax(where)) if where.any() else None
+        if index is None:
             return None
-        return {"step": int(at[place]), "one": to_json_list(a)[place], "other": to_json_list(b)[place]}
+        return {"step": int(at[index]), "one": to_json_list(a)[index], "other": to_json_list(b)[index]}
 
     summary = {"steps": len(at), "first": first(differs), "diverged": first(relative > DIVERGENCE_TOLERANCE)}
     part = slice_steps(at, low, high)
@@ -65,13 +63,13 @@ _MAX_ACTIONS = 100_000
 
 
 def load_timeline(directory: Path, step: int | None = None) -> dict[str, Any]:
-    """Return the planned timeline and that of one measured step, or of the latest, as values of JSON."""
+    """Return the planned timeline and the measured one of a step (None: the latest), JSON-serializable."""
     by_step: dict[int, dict[int, dict[str, Any]]] = {}
     for rank, path in list_numbered_files(directory, r"rank-(\d{1,9})\.jsonl", _MAX_RANK_FILES).items():
         for record in parse_lines(FileTail(path, window=_WINDOW).read(_WINDOW).lines)[0]:
             at, actions, pp_rank = record.get("step"), _parse_actions(record.get("actions")), record.get("pp_rank")
             if type(at) is int and is_finite(record.get("time")) and actions:
-                # A run that has gone back measures a step again.
+                # After a rollback or restart, the last measurement of a step counts.
                 pp_rank = pp_rank if type(pp_rank) is int else rank
                 measured = {"rank": rank, "pp_rank": pp_rank, "begin": record["time"], "actions": actions}
                 by_step.setdefault(at, {})[rank] = measured
@@ -115,22 +113,22 @@ if TYPE_CHECKING:
     from starlette.datastructures import QueryParams
 
 _DEFAULT_POINTS = 1200
-_READ_BUDGET_S = 0.3  # Time of reading for one answer and run; the page asks again
-_MAX_NAMES = 500  # Columns in one answer
+_READ_BUDGET_S = 0.3  # Maximum time to read one run in a request; the page then asks again
+_MAX_NAMES = 500  # Maximum number of columns in a response
 
 
 class BadQueryError(ValueError):
-    """A parameter is missing, or is not what it may be."""
+    """A query parameter is missing or invalid."""
 
 
 class WatchApi:
-    """Answers about some runs, which a question names by their place."""
+    """Handlers of the API. Queries name a run by its index."""
 
     def __init__(self, runs: Sequence[WatchedRun]) -> None:
         self._runs = runs
 
     def state(self, query: QueryParams) -> dict[str, Any]:
-        """All runs, after reading what is new; "more": there is more to be read at once."""
+        """Return the state of all runs after reading new data. "more": whether unread data remain."""
         found, more = [], False
         for run in self._runs:
             with run.lock:
@@ -140,13 +138,13 @@ class WatchApi:
                         has_more = run.refresh()
                     found.append(run.get_state())
                 except Exception as error:
-                    has_more = False  # the page shows the others all the same
+                    has_more = False  # the page still shows the other runs
                     found.append(run.get_error_state(error))
                 more |= has_more
         return {"runs": found, "more": more}
 
     def series(self, query: QueryParams) -> dict[str, Any]:
-        """Columns of one run: each by itself, or together where `by` names the one that chooses the steps."""
+        """Return columns of one run: each downsampled separately, or all at the steps chosen for the column `by`."""
         run, names, by = self._get_run(query), query.getlist("name")[:_MAX_NAMES], query.get("by")
         span = _parse_span(query)
         with run.lock:
@@ -179,7 +177,7 @@ class WatchApi:
     def compare(self, query: QueryParams) -> dict[str, Any]:
         one, other = self._get_run(query, "one"), self._get_run(query, "other")
         span = _parse_span(query)
-        # One run after the other: two locks at once could be taken in two orders.
+        # One lock at a time: two requests could acquire two locks in opposite orders.
         with one.lock:
             mine, settings = {name: one.metrics.get_column(name) for name in COMPARED_COLUMNS}, one.load_settings()
         with other.lock:
@@ -189,20 +187,20 @@ class WatchApi:
             return {"columns": found, "settings": diff_settings(settings, other.load_settings())}
 
     def _get_run(self, query: QueryParams, key: str = "run") -> WatchedRun:
-        place = _parse_int(query, key)
-        if place is None or place >= len(self._runs):
+        index = _parse_int(query, key)
+        if index is None or index >= len(self._runs):
             raise BadQueryError(f"{key} must be a number from 0 to {len(self._runs) - 1}")
-        return self._runs[place]
+        return self._runs[index]
 
 
 def _parse_int(query: QueryParams, key: str, minimum: int = 0) -> int | None:
-    """A parameter that is a whole number; None: it is not given."""
+    """Return an integer parameter; None if it is missing. Raises BadQueryError."""
     text = query.get(key)
     if text is None:
         return None
-    # Digits of other scripts are digits, too.
+    # `isdigit` also accepts digits of other scripts.
     if not (text.isascii() and text.isdigit() and len(text) <= 15) or int(text) < minimum:
-        raise BadQueryError(f"{key} must be a whole number, at least {minimum}")
+        raise BadQueryError(f"{key} must be an integer of at least {minimum}")
     return int(text)
 
 
@@ -211,7 +209,7 @@ def _parse_span(query: QueryParams) -> tuple[int | None, int | None, int]:
 
 
 def to_json(value: Any) -> bytes:
-    """Return a value as JSON in ASCII, so that lone surrogates are no error; what is not finite is null."""
+    """Return a value as ASCII JSON, so that lone surrogates cause no error; non-finite numbers become null."""
     try:
         return json.dumps(value, allow_nan=False, separators=(",", ":")).encode()
     except ValueError:

@@ -1,13 +1,13 @@
-"""Files of lines that grow while they are read, and numbers by step in columns, of which fewer points look like all.
+"""Read files of lines while they grow, and keep metrics by step in columns, which are downsampled for charts.
 
-A file may be truncated, written again or replaced by another (a run that resumes replaces its metrics as a whole): then
-reading starts over. A line without its end is left for later, since its writer may be within it. Where a file goes back
-to an earlier step, later lines replace earlier ones, as in `train.report.read_metrics`: a run that was killed resumes
-from its last checkpoint.
+A file may be truncated, rewritten or replaced (a run that resumes replaces its metrics file): reading then starts over.
+A line without a line end is read later, since its writer may not have finished it. If a file returns to an earlier
+step, later lines replace earlier ones, as in `meshwright_run.metrics_report.read_metrics`: a killed run resumes from
+its last checkpoint.
 
-[Note: buckets] Of each bucket of steps the lowest and the highest value are drawn, so spikes stay. A bucket is 2**k
-steps wide and begins at a multiple of that, so the points that were drawn stay where they are while a run continues.
-What is not finite is a gap.
+[Note: buckets] Of each bucket of steps, the lowest and the highest value are drawn, so spikes stay visible. A bucket
+has 2**k steps and starts at a multiple of its size, so drawn points do not move while a run continues. Non-finite
+values are gaps.
 """
 
 from __future__ import annotations
@@ -27,21 +27,21 @@ import numpy as np
 
 from meshwright.plugin import open_regular_file
 
-MAX_LINE_BYTES = 1 << 22  # Bytes of a line that is read at once; longer ones are left out
-_CHECKED_BYTES = 64  # So many bytes before the offset must be as they were; else the file was written again
+MAX_LINE_BYTES = 1 << 22  # Bytes; longer lines are skipped
+_CHECKED_BYTES = 64  # Bytes before the offset that are compared to detect a rewritten file
 
 
 @dataclass(frozen=True)
 class TailChunk:
-    """What was new in a file."""
+    """New content of a file."""
 
-    is_restarted: bool  # reading has restarted, and what was read before is void
-    lines: list[bytes]  # complete ones, without their ends
-    has_more: bool = False  # more can be read at once
+    is_restarted: bool  # reading has started over; discard what was read before
+    lines: list[bytes]  # complete lines, without line ends
+    has_more: bool = False  # whether more can be read immediately
 
 
 class FileTail:
-    """Read one file, which need not exist, from where reading has stopped; of old files the last `window` bytes."""
+    """Reader of a growing file, which need not exist. `window`: read at most this many bytes at the end of a file."""
 
     def __init__(self, path: Path, *, window: int | None = None) -> None:
         self.path = path
@@ -51,23 +51,23 @@ class FileTail:
         self._file_state: tuple[int, ...] = ()
         self.offset = self.size = 0
         self._is_inside_skipped_line = False
-        """Whether reading resumes within a line that is left out."""
+        """Whether the offset is inside a line that is skipped."""
 
     def read(self, max_bytes: int) -> TailChunk:
-        """Return what was written since the last time, up to `max_bytes` bytes (or one line, if that is longer)."""
+        """Return what was appended since the last call, up to `max_bytes` bytes (or one line, if that is longer)."""
         try:
-            # Of a thousand files few have grown, and stat is cheaper than open.
+            # Most files have not grown, and stat is cheaper than open.
             if _get_file_state(self.path.stat()) == self._file_state:
                 return TailChunk(False, [])
             with open_regular_file(self.path) as file:
                 status = os.fstat(file.fileno())
-                self.size = status.st_size  # bytes of the file when it was last looked at
+                self.size = status.st_size  # bytes of the file when it was last opened
                 is_new = self._has_changed((status.st_dev, status.st_ino), file)
                 if is_new:
                     self.offset, self._last_bytes, self._is_inside_skipped_line = 0, b"", False
                 self._file_id = (status.st_dev, status.st_ino)
                 if self._window is not None and self.size - self.offset > self._window:
-                    # Most likely within a line.
+                    # The new offset is most likely inside a line.
                     self.offset, self._last_bytes, self._is_inside_skipped_line = self.size - self._window, b"", True
                 file.seek(self.offset)
                 content = file.read(max_bytes)
@@ -79,10 +79,10 @@ class FileTail:
                 ):
                     content += rest
         except OSError:
-            is_new = self._file_id is not None  # it does not exist, or no longer
+            is_new = self._file_id is not None  # a file that was read before is gone
             self._file_id, self.offset, self.size, self._last_bytes, self._file_state = None, 0, 0, b"", ()
             return TailChunk(is_new, [])
-        # There is more of what was left for later only if the file grows.
+        # An incomplete line is completed only if the file grows.
         self._file_state = _get_file_state(status) if self.offset + len(content) >= self.size else ()
         end = content.rfind(b"\n") + 1
         if not end and len(content) < MAX_LINE_BYTES:
@@ -108,7 +108,7 @@ def _get_file_state(status: os.stat_result) -> tuple[int, ...]:
 
 
 def parse_lines(lines: list[bytes]) -> tuple[list[dict[str, Any]], int]:
-    """Return the JSON objects of lines, and how many lines hold none, as after a crash of their writer."""
+    """Return the JSON objects in lines, and the number of lines without one, as after a crash of the writer."""
     lines = [line for line in lines if line.strip()]
     try:
         values = json.loads(b"[" + b",".join(lines) + b"]")
@@ -128,7 +128,7 @@ def _parse_or_none(line: bytes) -> Any:
 
 
 def to_float(value: Any) -> float | None:
-    """Return a value as a number; null stands for what is not finite, and what is no number is None."""
+    """Return a JSON value as a float: null is NaN, since non-finite values are stored as null; None if not a number."""
     if value is None:
         return math.nan
     if type(value) in (int, float):
@@ -144,7 +144,7 @@ def is_finite(value: Any) -> bool:
 
 
 def list_numbered_files(directory: Path, pattern: str, limit: int) -> dict[int, Path]:
-    """Return the files of a directory whose names match, by the number in them, up to so many."""
+    """Return at most `limit` files of a directory whose names match `pattern`, by the number in their names."""
     try:
         found = {int(match[1]): path for path in directory.iterdir() if (match := re.fullmatch(pattern, path.name))}
     except OSError:
@@ -152,23 +152,23 @@ def list_numbered_files(directory: Path, pattern: str, limit: int) -> dict[int, 
     return {number: found[number] for number in sorted(found)[:limit]}
 
 
-MAX_COLUMNS = 2000  # Further names are left out: a page with norms of thousands of blocks would show nothing
-MAX_POINTS = 4000  # Of a line
+MAX_COLUMNS = 2000  # More columns are omitted: a page cannot show the norms of thousands of blocks
+MAX_POINTS = 4000  # Maximum number of points of a line
 STEP_KEY = "step"
 
 
 class MetricColumns:
-    """Columns of float64, each with the steps in which it has a value."""
+    """Metrics as float64 columns, each with the steps at which it has a value."""
 
     def __init__(self) -> None:
         self._columns: dict[str, tuple[array[int], array[float]]] = {}
-        self.version = 0  # grows with each change
-        self.last_step = 0  # the latest; 0 if there is none
+        self.version = 0  # increases with each change
+        self.last_step = 0  # 0 if there is none
         self.has_omitted_columns = False  # whether there were more names than `MAX_COLUMNS`
 
     @property
     def names(self) -> list[str]:
-        """In the order in which they came; those of a group are "group/name"."""
+        """Names of the columns in order of appearance; those of a group are "group/name"."""
         return [name for name, (steps, _) in self._columns.items() if steps]
 
     def clear(self) -> None:
@@ -177,16 +177,16 @@ class MetricColumns:
         self.last_step = 0
 
     def add(self, records: Sequence[Mapping[str, Any]]) -> int:
-        """Add lines of a file of metrics, and return how many have no step of 1 or more."""
-        # Beyond that, a step is no number of 8 bytes, nor one that a page could tell from the next.
+        """Add records of a metrics file, and return the number of records without a step of at least 1."""
+        # JavaScript represents integers exactly only up to 2**53.
         found = [record for record in records if type(step := record.get(STEP_KEY)) is int and 1 <= step < 1 << 53]
         begin = 0
-        for place, record in enumerate(found):
-            before = found[place - 1][STEP_KEY] if place > begin else self.last_step
+        for index, record in enumerate(found):
+            before = found[index - 1][STEP_KEY] if index > begin else self.last_step
             if record[STEP_KEY] <= before:
-                self._extend(found[begin:place])
+                self._extend(found[begin:index])
                 self._truncate(record[STEP_KEY])
-                begin = place
+                begin = index
         self._extend(found[begin:])
         self.version += len(found)
         return len(records) - len(found)
@@ -229,17 +229,17 @@ class MetricColumns:
         try:
             column[1].extend(array("d", values))
         except OverflowError:
-            # An int that is larger than any float.
+            # An int exceeds the range of float.
             column[1].extend(found for value in values if (found := to_float(value)) is not None)
 
     def _truncate(self, step: int) -> None:
-        """Forget this step and later ones."""
+        """Remove the values of this step and later ones."""
         for steps, values in self._columns.values():
-            place = bisect.bisect_left(steps, step)
-            del steps[place:], values[place:]
+            index = bisect.bisect_left(steps, step)
+            del steps[index:], values[index:]
 
     def get_column(self, name: str, low: int | None = None, high: int | None = None) -> tuple[np.ndarray, np.ndarray]:
-        """Return copies of steps `within` a span, int64 (N), and values, float64 (N); empty where there are none."""
+        """Return copies of the steps, int64 (N), in a span (see `slice_steps`) and their values, float64 (N)."""
         steps, values = self._columns.get(name, (array("q"), array("d")))
         at = np.array(steps, dtype=np.int64)
         part = slice_steps(at, low, high)
@@ -250,31 +250,31 @@ class MetricColumns:
         return values[-1] if values else None
 
     def get_series(self, names: list[str], low: int | None, high: int | None, points: int) -> dict[str, Any]:
-        """Return points of columns within some steps, each column downsampled by itself, as values of JSON."""
+        """Return columns within a span of steps, each downsampled separately; JSON-serializable."""
         found = {}
         for name in names:
             steps, values = self.get_column(name, low, high)
-            places = choose_points(steps, values, min(points, MAX_POINTS))
-            found[name] = {"x": steps[places].tolist(), "y": to_json_list(values[places]), "count": len(steps)}
+            indices = choose_points(steps, values, min(points, MAX_POINTS))
+            found[name] = {"x": steps[indices].tolist(), "y": to_json_list(values[indices]), "count": len(steps)}
         return found
 
     def get_aligned(self, by: str, names: list[str], low: int | None, high: int | None, points: int) -> dict[str, Any]:
-        """Return several columns at the steps that the column `by` chooses, to be drawn on top of each other."""
+        """Return columns at the steps that are chosen for the column `by`, so that they can be stacked."""
         steps, values = self.get_column(by, low, high)
         at = steps[choose_points(steps, values, min(points, MAX_POINTS))]
         found: dict[str, list[float | None]] = {}
         for name in names:
-            of, numbers = self.get_column(name)
-            if not len(of):
+            own_steps, numbers = self.get_column(name)
+            if not len(own_steps):
                 found[name] = [None] * len(at)
                 continue
-            places = np.minimum(np.searchsorted(of, at), len(of) - 1)
-            found[name] = to_json_list(np.where(of[places] == at, numbers[places], np.nan))
+            indices = np.minimum(np.searchsorted(own_steps, at), len(own_steps) - 1)
+            found[name] = to_json_list(np.where(own_steps[indices] == at, numbers[indices], np.nan))
         return {"x": at.tolist(), "columns": found, "count": len(steps)}
 
 
 def bucket_width(low: int, high: int, buckets: int) -> int:
-    """Return the steps of a bucket: the smallest power of two by which low..high has at most so many buckets."""
+    """Return the size of a bucket in steps: the smallest power of two with at most `buckets` buckets in low..high."""
     wide = 1
     while high // wide - low // wide + 1 > buckets:
         wide *= 2
@@ -282,14 +282,14 @@ def bucket_width(low: int, high: int, buckets: int) -> int:
 
 
 def slice_steps(steps: np.ndarray, low: int | None, high: int | None) -> slice:
-    """Return the part of ascending steps from `low` to `high`, with one step more on either side, for lines."""
+    """Return the slice of ascending steps from `low` to `high`, plus one step on either side, where lines end."""
     start = 0 if low is None else int(np.searchsorted(steps, low, "left"))
     stop = len(steps) if high is None else int(np.searchsorted(steps, high, "right"))
     return slice(max(0, start - 1), min(len(steps), stop + 1))
 
 
 def choose_points(steps: np.ndarray, values: np.ndarray, points: int) -> np.ndarray:
-    """Return ascending indices, int64, of about so many points to draw; see [Note: buckets]."""
+    """Return the ascending indices, int64, of about `points` points to draw; see [Note: buckets]."""
     if len(steps) <= max(points, 2):
         return np.arange(len(steps))
     buckets = steps // bucket_width(int(steps[0]), int(steps[-1]), max(1, points // 2))
@@ -300,8 +300,8 @@ def choose_points(steps: np.ndarray, values: np.ndarray, points: int) -> np.ndar
     highest = np.maximum.reduceat(np.where(is_finite, values, -np.inf), starts)
     found = [np.array([0, len(steps) - 1])]
     for wanted in (is_finite & (values == lowest[bucket_of]), is_finite & (values == highest[bucket_of]), ~is_finite):
-        places = np.flatnonzero(wanted)  # the first of each bucket
-        found.append(places[np.flatnonzero(np.diff(bucket_of[places], prepend=-1))])
+        indices = np.flatnonzero(wanted)  # the first of each bucket
+        found.append(indices[np.flatnonzero(np.diff(bucket_of[indices], prepend=-1))])
     return np.unique(np.concatenate(found))
 
 

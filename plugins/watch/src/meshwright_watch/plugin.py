@@ -1,4 +1,4 @@
-"""Hook and command: `meshwright watch`, a local page about runs, while they train and afterwards. Imports no torch."""
+"""Hook and command `meshwright watch`: a local page that shows runs, during and after training. Imports no torch."""
 
 from __future__ import annotations
 
@@ -28,12 +28,12 @@ def watch(
         ),
     ] = None,
     host: Annotated[
-        str, typer.Option(help="Address to listen on. Anyone with the page's token can read it.")
+        str, typer.Option(help="Address to listen on. Anyone who has the page's token can read the page.")
     ] = LOOPBACK[0],
     no_browser: Annotated[bool, typer.Option("--no-browser", help="Do not open a browser.")] = False,
     traceback: TracebackOption = False,
 ) -> None:
-    """Serve a local page on runs: loss, norms, learning rates, memory, stragglers, timelines, comparisons.
+    """Serve a local page that shows runs: loss, norms, learning rates, memory, stragglers, timelines, comparisons.
 
     \b
     Examples:
@@ -48,11 +48,11 @@ def watch(
         listener = open_listener(host, port, default=PORT)
         token = new_token()
         url = format_url(listener, token)
-        echo(f"watching {', '.join(run.name for run in runs)} at {url} (Ctrl-C ends it)\n")
+        echo(f"watching {', '.join(run.name for run in runs)} at {url} (Ctrl-C stops it)\n")
         if host not in LOOPBACK:
-            echo("note: whoever has this address can see these runs, and it is sent unencrypted\n", stderr=True)
+            echo("note: anyone who has this address can see these runs; the connection is not encrypted\n", stderr=True)
         if not no_browser and _has_display():
-            # The listener is there already: a browser that is quick waits for the server.
+            # The socket is already listening, so a fast browser waits for the server.
             threading.Thread(target=webbrowser.open, args=(url,), daemon=True).start()
         try:
             serve(runs, listener, host=host, token=token)
@@ -61,7 +61,7 @@ def watch(
 
 
 def _has_display() -> bool:
-    """Whether a browser can show a page; without a display it might take over the terminal."""
+    """Return whether a browser can show a page; without a display, a text browser could take over the terminal."""
     return sys.platform != "linux" or any(os.environ.get(name) for name in ("DISPLAY", "WAYLAND_DISPLAY"))
 
 

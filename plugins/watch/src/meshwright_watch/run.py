@@ -1,4 +1,4 @@
-"""One run and its ranks as its directory describes them. Only what is new is read, and only when somebody asks."""
+"""State of one run and its ranks, read from its directory: only new data, and only on request."""
 
 from __future__ import annotations
 
@@ -22,10 +22,10 @@ from meshwright_run.run_directory import EVENTS, LOCK_OWNER, METRICS, RANK_LOGS,
 
 from .metric_columns import FileTail, MetricColumns, is_finite, list_numbered_files, parse_lines, to_float, to_json_list
 
-MAX_RANKS = 1024  # Files of further ranks are not read
-WINDOW = 1 << 14  # Bytes at the end of a file, for a rank's last steps
-NUM_RECENT_STEPS = 50  # Steps
-_HISTORY_BYTES = 1 << 26  # Bytes of the file of one rank, all of which is read for its history
+MAX_RANKS = 1024  # Files of more ranks are not read
+WINDOW = 1 << 14  # Bytes that are read at the end of a rank's file, for its last steps
+NUM_RECENT_STEPS = 50  # Steps of each rank that are summarized
+_HISTORY_BYTES = 1 << 26  # Maximum number of bytes of a rank's file that are read for its history
 _SECONDS, _SPAN_NAMES = "seconds", ("low", "median", "high")
 
 
@@ -36,7 +36,7 @@ class _RankTail:
         self._tail = FileTail(path, window=WINDOW)
         self._records: deque[dict[str, Any]] = deque(maxlen=NUM_RECENT_STEPS)
         self.memory: dict[str, float] = {}  # of the last step, in bytes by kind
-        self.seconds: list[dict[str, float]] = []  # of each step, for the whole and by part
+        self.seconds: list[dict[str, float]] = []  # of each step, in total and by part
 
     @property
     def last_step(self) -> int:
@@ -53,14 +53,14 @@ class _RankTail:
             self._records.append(record)
         if records or part.is_restarted:
             self.memory = _parse_numbers(self._records[-1].get("memory")) if self._records else {}
-            wholes = [_parse_numbers({_SECONDS: each.get(_SECONDS)}) for each in self._records]
+            totals = [_parse_numbers({_SECONDS: each.get(_SECONDS)}) for each in self._records]
             self.seconds = [
-                one | _parse_numbers(each.get("times")) for one, each in zip(wholes, self._records, strict=True)
+                one | _parse_numbers(each.get("times")) for one, each in zip(totals, self._records, strict=True)
             ]
 
 
 class RankMetrics:
-    """The ranks of one run, by a directory with a file for each."""
+    """Metrics of the ranks of a run, read from a directory with one file per rank."""
 
     def __init__(self, directory: Path) -> None:
         self._directory = directory
@@ -81,10 +81,10 @@ class RankMetrics:
         spans = {
             part: _min_median_max(seconds, part) for part in _collect_names(step for each in seconds for step in each)
         }
-        whole = spans[_SECONDS][1] if _SECONDS in spans else np.array([])
-        step_seconds = float(np.nanmedian(whole)) if np.isfinite(whole).any() else 0.0
+        totals = spans[_SECONDS][1] if _SECONDS in spans else np.array([])
+        step_seconds = float(np.nanmedian(totals)) if np.isfinite(totals).any() else 0.0
         medians = [(part, span[1]) for part, span in spans.items()]
-        slow = [each for part, those in medians for each in find_stragglers(ranks, part, those, step_s=step_seconds)]
+        slow = [each for part, values in medians for each in find_stragglers(ranks, part, values, step_s=step_seconds)]
         return {
             "ranks": ranks,
             "steps": [each.last_step for each in self._ranks.values()],
@@ -100,7 +100,7 @@ class RankMetrics:
         }
 
     def get_history(self, rank: int, low: int | None, high: int | None, points: int) -> dict[str, Any] | None:
-        """Return seconds and memory of one rank within some steps; None: no file. The latest rank's file is kept."""
+        """Return seconds and memory of a rank within a span of steps; None if it has no file. Caches one rank."""
         path = self.list_files().get(rank)
         if path is None:
             return None
@@ -124,38 +124,31 @@ def _collect_names(records: Iterable[dict[str, float]]) -> list[str]:
 
 
 def _min_median_max(seconds: list[list[dict[str, float]]], part: str) -> np.ndarray:
-    """Lowest, median and highest of each rank's steps, float64 (3, R); NaN for a rank that has none."""
+    """Return minimum, median and maximum over the steps of each rank, float64 (3, R); NaN for a rank without values."""
     table = np.full((len(seconds), max(1, max((len(each) for each in seconds), default=0))), np.nan)
     for row, steps in zip(table, seconds, strict=True):
         row[: len(steps)] = [step.get(part, math.nan) for step in steps]
-    table.sort(axis=1)  # what is missing comes last
+    table.sort(axis=1)  # NaN is sorted last
     count, row = np.isfinite(table).sum(axis=1), np.arange(len(seconds))
     middle = (table[row, np.maximum(count - 1, 0) // 2] + table[row, count // 2 % table.shape[1]]) / 2
     return np.array([table[:, 0], middle, table[row, np.maximum(count - 1, 0)]])
 
 
-RUN_FILES = (
-    METRICS,
-    EVENTS,
-    SUMMARY,
-    RUN_FILE,
-    LOCK_OWNER,
-    RANK_LOGS,
-)  # Of which the directory of a run has one at least
+RUN_FILES = (METRICS, EVENTS, SUMMARY, RUN_FILE, LOCK_OWNER, RANK_LOGS)  # A run directory has at least one of these
 MAX_READ_BYTES = 1 << 22  # Bytes of metrics that are read at once
 MAX_EVENTS = 20_000
-MAX_EVENT_BYTES = 1 << 14  # Bytes of one; longer ones are left out
+MAX_EVENT_BYTES = 1 << 14  # Bytes; longer events are skipped
 
 
 class WatchedRun:
-    """A run, by its directory, which may be empty yet, and a name for the page."""
+    """A run, read from its directory, which may still be empty. `name`: its name on the page."""
 
     def __init__(self, directory: Path, name: str) -> None:
         self.directory = directory.resolve()
         self.name = name
         _check_run_directory(self.directory, directory)
         self.lock = Lock()
-        """To be held while refreshing or reading."""
+        """Hold it while refreshing or reading."""
         self.metrics = MetricColumns()
         self.events: list[dict[str, Any]] = []
         paths = RunDirectory(self.directory)
@@ -166,7 +159,7 @@ class WatchedRun:
         self._file_cache: dict[str, tuple[tuple[int, int, int], Any]] = {}
 
     def refresh(self, max_bytes: int = MAX_READ_BYTES) -> bool:
-        """Read what was written since the last time, and return whether there is more to be read at once."""
+        """Read new data, and return whether more can be read immediately."""
         part = self._metrics_tail.read(max_bytes)
         if part.is_restarted:
             self.metrics.clear()
@@ -188,7 +181,7 @@ class WatchedRun:
         return found if isinstance(found, dict) else {}
 
     def _read(self, name: str, parse: Any) -> Any:
-        """A small file, read again when it has changed; None where it cannot be read."""
+        """Return the parsed content of a small file, cached until it changes; None if it cannot be read."""
         path = self.directory / name
         try:
             status = path.stat()
@@ -201,7 +194,7 @@ class WatchedRun:
         return known[1]
 
     def get_state(self) -> dict[str, Any]:
-        """Return what the page shows first, and what shows it whether there is news, as values of JSON."""
+        """Return a summary for the page, with versions that change with new data; JSON-serializable."""
         metrics, start, settings = self.metrics, self._last_event("start"), self.load_settings()
         state, why = self._find_status()
         versions = {
@@ -233,7 +226,7 @@ class WatchedRun:
         }
 
     def get_error_state(self, error: Exception) -> dict[str, Any]:
-        """Return the state of a run one of whose files is broken in an unexpected way, as values of JSON."""
+        """Return the state of a run with a file that cannot be read for an unexpected reason; JSON-serializable."""
         return self._empty_state() | {"state": "failed", "reason": f"its files cannot be read ({type(error).__name__})"}
 
     def _empty_state(self) -> dict[str, Any]:
@@ -255,7 +248,7 @@ class WatchedRun:
         return next((each for each in reversed(self.events) if each["event"] in events), {})
 
     def _find_status(self) -> tuple[str, str]:
-        """Whether the run is waiting, running, done, stopped, failed or lost, and why."""
+        """Return whether the run is waiting, running, done, stopped, failed or lost, and the reason."""
         end = self._last_event("start", "end", "fault", "exit")
         holder = self._read(LOCK_OWNER, parse_json)
         is_held = isinstance(holder, dict)
@@ -274,12 +267,12 @@ class WatchedRun:
         if self._read(SUMMARY, parse_json) is not None:
             return "done", ""
         if is_dead:
-            return "lost", "its process ended without a word"
-        return ("stopped", "") if self.metrics.names else ("waiting", "nothing is written yet")
+            return "lost", "its process ended without reporting why"
+        return ("stopped", "") if self.metrics.names else ("waiting", "no output yet")
 
 
 def open_runs(directories: Sequence[Path]) -> list[WatchedRun]:
-    """Return the runs of some directories, each once, by names that differ: as much of their paths as that takes."""
+    """Return the runs in directories, without duplicates, named by the shortest ends of their paths that differ."""
     given = list({directory.resolve(): directory for directory in directories}.values())
     parts = [directory.resolve().parts for directory in given]
     names = []
@@ -292,20 +285,20 @@ def open_runs(directories: Sequence[Path]) -> list[WatchedRun]:
 def _check_run_directory(directory: Path, original: Path) -> None:
     if not directory.is_dir():
         near = _find_runs(original.parent) if original.parent.is_dir() else []
-        reported = f" Runs beside it: {', '.join(map(str, near[:8]))}." if near else ""
-        raise ConfigError(f"{str(original)!r} is no directory of a run.{reported} Give the output_dir of a run.")
+        reported = f" Runs next to it: {', '.join(map(str, near[:8]))}." if near else ""
+        raise ConfigError(f"{str(original)!r} is not a run directory.{reported} Give the output_dir of a run.")
     if _is_run_directory(directory):
         return
     inside = _find_runs(original)
     if inside:
         raise ConfigError(
-            f"{str(original)!r} is no run, but holds {len(inside)}. Name those to watch: "
+            f"{str(original)!r} is not a run directory, but contains {len(inside)}. Name the runs to watch: "
             f"meshwright watch {' '.join(map(str, inside[:4]))}{' ...' if len(inside) > 4 else ''}"
         )
     if any(original.iterdir()):
         raise ConfigError(
-            f"{str(original)!r} holds none of {', '.join(RUN_FILES)}: it is no directory of a run. Give the "
-            "output_dir of one."
+            f"{str(original)!r} is not a run directory: it contains none of {', '.join(RUN_FILES)}. Give the "
+            "output_dir of a run."
         )
 
 
@@ -318,7 +311,7 @@ def _is_run_directory(directory: Path) -> bool:
 
 
 def _has_holder_exited(holder: dict[str, Any]) -> bool:
-    """Whether the process that holds the directory was of this machine, and has ended."""
+    """Return whether the process that holds the lock of the directory ran on this machine, and has ended."""
     pid = holder.get("pid")
     if type(pid) is not int or pid <= 0 or holder.get("host") != socket.gethostname():
         return False
@@ -332,7 +325,7 @@ def _has_holder_exited(holder: dict[str, Any]) -> bool:
 
 
 def _last_write_ms(directory: Path) -> int:
-    """When something in a directory was last written [ms], which a number of the page can hold."""
+    """Return the time of the last write in a directory [ms], which JavaScript represents exactly."""
     try:
         return max((path.stat().st_mtime_ns // 1_000_000 for path in directory.iterdir()), default=0)
     except OSError:

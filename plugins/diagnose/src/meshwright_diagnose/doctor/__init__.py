@@ -1,1 +1,1 @@
-"""Check the machine: what is there, what is wrong with it, and how to fix it."""
+"""Checks of machines and of ranks: the command `meshwright doctor`."""

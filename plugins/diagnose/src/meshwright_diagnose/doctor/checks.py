@@ -1,4 +1,4 @@
-"""Checks of one process: devices, limits, backends, clocks, versions, plugins, settings, and a directory."""
+"""Checks that one process makes: devices, limits, backends, clocks, versions, plugins, settings, and a directory."""
 
 from __future__ import annotations
 
@@ -31,16 +31,16 @@ Status = Literal["ok", "warning", "error"]
 class CheckResult:
     """Result of one check."""
 
-    category: str  # such as "versions"; findings of one area are shown together
+    category: str  # such as "versions"; findings of one category are shown together
     name: str
-    status: Status  # with "warning", training works, perhaps not as well as it could
+    status: Status  # "warning": training works, but may be slow or unreliable
     message: str
     fix: str = ""  # how to fix it; empty if ok
     exit_code: int = MeshwrightError.exit_code
 
 
 def make_failure(category: str, name: str, message: str, fix: str) -> CheckResult:
-    """Return a finding about something that failed when it was tried."""
+    """Return an error that was found by trying an operation; its exit code is that of `RankError`."""
     return CheckResult(category, name, "error", message, fix, RankError.exit_code)
 
 
@@ -55,13 +55,13 @@ def to_dict(findings: Iterable[CheckResult]) -> dict[str, Any]:
 
 
 def format_results(findings: Iterable[CheckResult]) -> list[str]:
-    """Return a line for each finding, below its area, and one for how to fix it."""
+    """Return the lines of a report: findings under their category, each with its fix, and a last line with counts."""
     found = list(findings)
     lines: list[str] = []
-    for area in dict.fromkeys(each.category for each in found):
-        lines.append(area)
+    for category in dict.fromkeys(each.category for each in found):
+        lines.append(category)
         for each in found:
-            if each.category == area:
+            if each.category == category:
                 lines.append(f"  {each.status:<8} {each.name}: {each.message}")
                 lines += [f"           {each.fix}"] if each.fix else []
     counts = {state: sum(each.status == state for each in found) for state in ("error", "warning", "ok")}
@@ -69,83 +69,81 @@ def format_results(findings: Iterable[CheckResult]) -> list[str]:
 
 
 _DEVICES, _LIMITS, _BACKENDS, _CLOCKS = "devices", "limits", "backends", "clocks"
-MIN_OPEN_FILES = 4096  # Open files of a process that reads many shards and is connected to each peer
-MIN_SHARED_MEMORY = 1 << 30  # Bytes of /dev/shm that suffice for NCCL and loaders
+MIN_OPEN_FILES = 4096  # Files and sockets that a rank opens with many shards and peers
+MIN_SHARED_MEMORY = 1 << 30  # Bytes of /dev/shm that NCCL and data loaders need
 _DRIVER = Path("/proc/driver/nvidia/version")
 _STILL_S, _DRIFT, _DAY_S = 0.05, 0.2, 86_400.0
 
 
 def check_devices() -> Iterator[CheckResult]:
-    own = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    yield CheckResult(_DEVICES, "cpu", "ok", f"{count_usable_cores()} cores, {own / 2**30:,.1f} GiB of memory")
+    memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    yield CheckResult(_DEVICES, "cpu", "ok", f"{count_usable_cores()} cores, {memory / 2**30:,.1f} GiB of memory")
     if not torch.accelerator.is_available():
         if _DRIVER.is_file():
-            said = f"a driver is there ({_DRIVER.read_text().splitlines()[0]}), but torch {torch.__version__} sees none"
-            mend = "Install a build of torch for this driver's CUDA, and look at CUDA_VISIBLE_DEVICES."
-            yield CheckResult(_DEVICES, "gpu", "warning", said, mend)
+            message = f"driver {_DRIVER.read_text().splitlines()[0]}, but torch {torch.__version__} finds no GPU"
+            fix = "Install a build of torch for this driver's CUDA version, and check CUDA_VISIBLE_DEVICES."
+            yield CheckResult(_DEVICES, "gpu", "warning", message, fix)
         else:
             yield CheckResult(_DEVICES, "gpu", "ok", "none: ranks run on the CPU")
         return
     kind = torch.accelerator.current_accelerator()
     for index in range(torch.accelerator.device_count()):
-        said = str(kind)
+        message = str(kind)
         if torch.cuda.is_available():
-            found = torch.cuda.get_device_properties(index)
-            said = f"{found.name}, {found.total_memory / 2**30:,.1f} GiB, CUDA {torch.version.cuda}"
-        yield CheckResult(_DEVICES, f"{kind}:{index}", "ok", said)
+            properties = torch.cuda.get_device_properties(index)
+            message = f"{properties.name}, {properties.total_memory / 2**30:,.1f} GiB, CUDA {torch.version.cuda}"
+        yield CheckResult(_DEVICES, f"{kind}:{index}", "ok", message)
 
 
 def check_limits() -> Iterator[CheckResult]:
-    """Open files, and memory that processes share."""
+    """Check the limit on open files and the size of shared memory."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     allowed = "unlimited" if hard == resource.RLIM_INFINITY else str(hard)
     if soft != resource.RLIM_INFINITY and soft < MIN_OPEN_FILES:
-        mend = f"ulimit -n {MIN_OPEN_FILES} before the command (the hard limit here is {allowed})."
-        yield CheckResult(
-            _LIMITS, "open files", "warning", f"{soft}; many ranks and shards need {MIN_OPEN_FILES}", mend
-        )
+        fix = f"Run `ulimit -n {MIN_OPEN_FILES}` before the command (the hard limit here is {allowed})."
+        yield CheckResult(_LIMITS, "open files", "warning", f"{soft}; many ranks and shards need {MIN_OPEN_FILES}", fix)
     else:
         yield CheckResult(_LIMITS, "open files", "ok", str(soft))
     shared = Path("/dev/shm")
     if shared.is_dir():
         size = shutil.disk_usage(shared).total
         is_small = size < MIN_SHARED_MEMORY and torch.cuda.is_available()
-        mend = "In a container: --shm-size=1g, or a larger emptyDir of medium Memory at /dev/shm." if is_small else ""
-        yield CheckResult(_LIMITS, "/dev/shm", "warning" if is_small else "ok", f"{size / 2**30:,.1f} GiB", mend)
+        fix = "In a container: --shm-size=1g, or a larger emptyDir of medium Memory at /dev/shm." if is_small else ""
+        yield CheckResult(_LIMITS, "/dev/shm", "warning" if is_small else "ok", f"{size / 2**30:,.1f} GiB", fix)
 
 
 def check_backends() -> Iterator[CheckResult]:
     if dist.is_available() and dist.is_gloo_available():
         yield CheckResult(_BACKENDS, "gloo", "ok", "available")
     else:
-        mend = "Install a build of torch with it: every rank needs it for small agreements and checkpoints."
-        yield CheckResult(_BACKENDS, "gloo", "error", "this build of torch has none", mend)
+        fix = "Install a build of torch with gloo: ranks need it for control messages and checkpoints."
+        yield CheckResult(_BACKENDS, "gloo", "error", "this build of torch has no gloo", fix)
     has_nccl = dist.is_available() and dist.is_nccl_available()
     if has_nccl and torch.cuda.is_available():
         yield CheckResult(_BACKENDS, "nccl", "ok", ".".join(map(str, torch.cuda.nccl.version())))
     elif torch.cuda.is_available():
-        mend = "Install a build of torch for CUDA with NCCL."
-        yield CheckResult(_BACKENDS, "nccl", "error", "there are GPUs, but this build of torch has no NCCL", mend)
+        fix = "Install a build of torch for CUDA with NCCL."
+        yield CheckResult(_BACKENDS, "nccl", "error", "there are GPUs, but this build of torch has no NCCL", fix)
     else:
         yield CheckResult(_BACKENDS, "nccl", "ok", "not needed without GPUs")
 
 
 def check_clocks() -> Iterator[CheckResult]:
-    """Compare this machine's clocks with each other, and with the dates of installed files."""
+    """Compare the wall clock with the monotonic clock, and with the modification time of an installed file."""
     wall, steady = time.time(), time.monotonic()
     time.sleep(_STILL_S)
     passed, waited = time.time() - wall, time.monotonic() - steady
     today = datetime.fromtimestamp(wall, UTC).isoformat(timespec="seconds")
-    mend = "Let the machine's clock be set by NTP (chrony, systemd-timesyncd)."
+    fix = "Set the machine's clock by NTP (chrony, systemd-timesyncd)."
     installed = Path(__file__).stat().st_mtime
     if wall < installed - _DAY_S:
         since = datetime.fromtimestamp(installed, UTC).isoformat(timespec="seconds")
         yield CheckResult(
-            _CLOCKS, "this machine", "warning", f"{today}, before the files here were made ({since})", mend
+            _CLOCKS, "this machine", "warning", f"{today}, before the files of meshwright were installed ({since})", fix
         )
     elif abs(passed - waited) > _DRIFT * waited:
-        said = f"{waited:.3f} s were {passed:.3f} s by the wall clock, which is being set"
-        yield CheckResult(_CLOCKS, "this machine", "warning", said, mend)
+        message = f"the wall clock moved {passed:.3f} s in {waited:.3f} s: it is being set"
+        yield CheckResult(_CLOCKS, "this machine", "warning", message, fix)
     else:
         yield CheckResult(_CLOCKS, "this machine", "ok", today)
 
@@ -156,12 +154,12 @@ _OFFLINE = ("HF_HUB_OFFLINE", "TRANSFORMERS_OFFLINE")
 
 
 def check_versions() -> Iterator[CheckResult]:
-    """Check Python and the requirements of each of our distributions."""
+    """Check Python and the requirements of every installed meshwright distribution."""
     ours = {found.name: found for found in distributions() if found.name and found.name.split("-")[0] == PROJECT_PREFIX}
     yield from _check_python(ours)
     for name, found in sorted(ours.items()):
         yield CheckResult(_VERSIONS, name, "ok", found.version)
-    # A package that is needed in several ranges is checked for each.
+    # Several version ranges of one package are checked separately.
     for needed, extra in dict.fromkeys(each for found in ours.values() for each in _list_requirements(found)):
         yield from _check_requirement(Requirement(needed), extra)
 
@@ -179,7 +177,7 @@ def _check_python(ours: Mapping[str, Distribution]) -> Iterator[CheckResult]:
 
 
 def _list_requirements(distribution: Distribution) -> Iterator[tuple[str, bool]]:
-    """Requirements that apply here, and whether each is of an extra."""
+    """Yield the requirements that apply here, and whether each belongs to an extra."""
     for text in distribution.requires or ():
         needed = Requirement(text)
         if needed.name.split("-")[0] == PROJECT_PREFIX:
@@ -192,67 +190,67 @@ def _list_requirements(distribution: Distribution) -> Iterator[tuple[str, bool]]
 
 
 def _check_requirement(needed: Requirement, is_optional: bool) -> Iterator[CheckResult]:
-    mend = f"pip install '{needed.name}{needed.specifier}'"
+    fix = f"pip install '{needed.name}{needed.specifier}'"
     try:
-        own = version(needed.name)
+        installed = version(needed.name)
     except PackageNotFoundError:
         if not is_optional:
-            yield CheckResult(_VERSIONS, needed.name, "error", "not installed", mend)
+            yield CheckResult(_VERSIONS, needed.name, "error", "not installed", fix)
         return
     wanted = f" ({needed.specifier})" if needed.specifier else ""
-    if needed.specifier.contains(own, prereleases=True):
-        yield CheckResult(_VERSIONS, needed.name, "ok", f"{own}{wanted}")
+    if needed.specifier.contains(installed, prereleases=True):
+        yield CheckResult(_VERSIONS, needed.name, "ok", f"{installed}{wanted}")
     else:
-        said = f"{own}, which is outside of {needed.specifier}"
-        yield CheckResult(_VERSIONS, needed.name, "warning" if is_optional else "error", said, mend)
+        message = f"{installed}, outside of {needed.specifier}"
+        yield CheckResult(_VERSIONS, needed.name, "warning" if is_optional else "error", message, fix)
 
 
 def check_plugins(registry: Registry) -> Iterator[CheckResult]:
-    """List the strategies, and what is broken."""
+    """List the available strategies, and the plugins that fail to load."""
     yield CheckResult(_PLUGINS, "strategies", "ok", ", ".join(registry.strategies))
     for failure in registry.failures:
         name = failure.strategy or failure.plugin
-        mend = f"Install it again, or remove the package that brings {name}."
-        yield CheckResult(_PLUGINS, name, "error", str(failure), mend)
+        fix = f"Reinstall or remove the package that provides {name}."
+        yield CheckResult(_PLUGINS, name, "error", str(failure), fix)
 
 
 def check_settings(environment: Mapping[str, str], ranks: int) -> Iterator[CheckResult]:
-    """Check variables that change how ranks run; `ranks` is how many this machine would start."""
+    """Check environment variables that affect ranks; `ranks` is the number that this machine would start."""
     yield _check_threads(environment, ranks)
     offline = [f"{name}={environment[name]}" for name in _OFFLINE if environment.get(name)]
     cache = Path(environment.get("HF_HOME") or Path.home() / ".cache" / "huggingface")
-    said = f"{', '.join(offline)}: only what is in {cache}" if offline else f"a hub id is downloaded to {cache}"
+    message = f"{', '.join(offline)}: only files in {cache}" if offline else f"models are downloaded to {cache}"
     if os.access(next(path for path in (cache, *cache.absolute().parents) if path.exists()), os.W_OK):
-        yield CheckResult(_SETTINGS, "hub", "ok", said)
+        yield CheckResult(_SETTINGS, "hub", "ok", message)
     else:
-        mend = "Set HF_HOME to a directory that can be written, or give models as local directories."
-        yield CheckResult(_SETTINGS, "hub", "warning", f"{said}, which cannot be written", mend)
+        fix = "Set HF_HOME to a writable directory, or give models as local directories."
+        yield CheckResult(_SETTINGS, "hub", "warning", f"{message}, which is not writable", fix)
 
 
 def _check_threads(environment: Mapping[str, str], ranks: int) -> CheckResult:
     name, cores = "OMP_NUM_THREADS", count_usable_cores()
     value = environment.get(name)
     if value is None:
-        return CheckResult(_SETTINGS, name, "ok", f"not set: each rank takes its share of {cores} cores")
+        return CheckResult(_SETTINGS, name, "ok", f"not set: each rank uses its share of {cores} cores")
     if not value.isdecimal() or not int(value):
-        mend = f"Unset {name}, or set it to a number of threads."
-        return CheckResult(_SETTINGS, name, "error", f"{value!r} is no number of threads", mend)
+        fix = f"Unset {name}, or set it to a number of threads."
+        return CheckResult(_SETTINGS, name, "error", f"{value!r} is not a number of threads", fix)
     if int(value) * ranks > cores > 1 and int(value) > 1:
-        mend = f"Unset {name}, or set threads_per_rank in the run file."
-        said = f"{value} threads of {ranks} ranks are more than {cores} cores, and wait for each other"
-        return CheckResult(_SETTINGS, name, "warning", said, mend)
+        fix = f"Unset {name}, or set threads_per_rank in the run file."
+        message = f"{value} threads for each of {ranks} ranks are more than {cores} cores can run at once"
+        return CheckResult(_SETTINGS, name, "warning", message, fix)
     return CheckResult(_SETTINGS, name, "ok", value)
 
 
 _AREA = "directory"
-MIN_FREE_BYTES = 10 * 2**30  # Bytes; a checkpoint may not fit into less
-TEST_FILE_BYTES = 64 * 2**20  # Bytes of the test file
-MIN_WRITE_SPEED = 50e6  # Bytes per second; below this a checkpoint takes long
+MIN_FREE_BYTES = 10 * 2**30  # Bytes; less may be too small for a checkpoint
+TEST_FILE_BYTES = 64 * 2**20  # Size of the test file
+MIN_WRITE_SPEED = 50e6  # Bytes per second; checkpoints are slow below this
 
 
 @contextmanager
 def scratch_directory(directory: Path) -> Iterator[Path]:
-    """Make a temporary directory in it; raise OSError if that fails."""
+    """Create a temporary directory in `directory`, and delete it afterwards. Raises OSError."""
     directory.mkdir(parents=True, exist_ok=True)
     own = directory / f".meshwright-doctor-{uuid.uuid4().hex[:12]}"
     own.mkdir()
@@ -263,7 +261,7 @@ def scratch_directory(directory: Path) -> Iterator[Path]:
 
 
 def check_directory(directory: Path) -> Iterator[CheckResult]:
-    """Check a directory as one rank; see `together` for several."""
+    """Check a directory from one process; `rank_checks` checks it from several nodes."""
     try:
         with scratch_directory(directory) as own:
             yield CheckResult(_AREA, "writable", "ok", str(directory))
@@ -272,12 +270,12 @@ def check_directory(directory: Path) -> Iterator[CheckResult]:
             yield _check_free_space(own)
             yield _check_write_speed(own)
     except OSError as error:
-        mend = "Name a directory that this user may write to, on a disk that is not full."
-        yield CheckResult(_AREA, "writable", "error", f"{directory}: {error.strerror or error}", mend)
+        fix = "Choose a directory that this user can write to, on a disk that is not full."
+        yield CheckResult(_AREA, "writable", "error", f"{directory}: {error.strerror or error}", fix)
 
 
 def _check_renames(directory: Path) -> CheckResult:
-    """Rename a file over another, and a directory, as checkpoints and summaries are published."""
+    """Rename a file over another, and a directory, as is done to publish checkpoints and summaries."""
     new, old = directory / "new", directory / "old"
     new.write_text("new", encoding="utf-8")
     old.write_text("old", encoding="utf-8")
@@ -286,45 +284,45 @@ def _check_renames(directory: Path) -> CheckResult:
     (directory / "writing" / "file").write_text("whole", encoding="utf-8")
     os.rename(directory / "writing", directory / "written")
     if old.read_text(encoding="utf-8") == "new" and (directory / "written" / "file").is_file() and not new.exists():
-        return CheckResult(_AREA, "renaming", "ok", "files and directories appear at once")
-    mend = "Use a file system with POSIX renames, such as NFS or Lustre; mounted object stores have none."
-    return make_failure(_AREA, "renaming", "what was renamed is not there under its new name", mend)
+        return CheckResult(_AREA, "renaming", "ok", "renamed files and directories have their new names")
+    fix = "Use a file system with POSIX renames, such as NFS or Lustre; mounted object stores do not have them."
+    return make_failure(_AREA, "renaming", "a renamed file or directory is missing", fix)
 
 
 def _check_locks(directory: Path) -> CheckResult:
-    mend = "Mount it with locks (NFS: without nolock; Lustre: with flock), or use another file system."
+    fix = "Mount the file system with locks (NFS: without nolock; Lustre: with flock), or use another one."
     path = directory / "lock"
     try:
         with FileLock(path, timeout=5):
             try:
                 with FileLock(path, timeout=0):
-                    return make_failure(_AREA, "locks", "two have the same lock", mend)
+                    return make_failure(_AREA, "locks", "a lock was acquired twice", fix)
             except Timeout:
-                return CheckResult(_AREA, "locks", "ok", "a second one waits")
+                return CheckResult(_AREA, "locks", "ok", "a held lock cannot be acquired again")
     except (OSError, NotImplementedError, Timeout) as error:
-        return make_failure(_AREA, "locks", f"none can be had: {error}", mend)
+        return make_failure(_AREA, "locks", f"no lock can be acquired: {error}", fix)
 
 
 def _check_free_space(directory: Path) -> CheckResult:
     free = shutil.disk_usage(directory).free
-    said = f"{free / 2**30:,.1f} GiB"
+    message = f"{free / 2**30:,.1f} GiB"
     if free < MIN_FREE_BYTES:
-        mend = "Free some, or keep fewer checkpoints (checkpoint.keep_last): one takes 12 bytes for each parameter."
-        return CheckResult(_AREA, "free", "warning", said, mend)
-    return CheckResult(_AREA, "free", "ok", said)
+        fix = "Free some space, or keep fewer checkpoints (checkpoint.keep_last): one takes 12 bytes per parameter."
+        return CheckResult(_AREA, "free", "warning", message, fix)
+    return CheckResult(_AREA, "free", "ok", message)
 
 
 def _check_write_speed(directory: Path) -> CheckResult:
-    path, part = directory / "large", os.urandom(1 << 20)
+    path, chunk = directory / "large", os.urandom(1 << 20)
     began = time.perf_counter()
     with path.open("wb") as file:
-        for _ in range(TEST_FILE_BYTES // len(part)):
-            file.write(part)
+        for _ in range(TEST_FILE_BYTES // len(chunk)):
+            file.write(chunk)
         file.flush()
         os.fsync(file.fileno())
     rate = TEST_FILE_BYTES / (time.perf_counter() - began)
-    said = f"{rate / 1e6:,.0f} MB/s to write and keep {TEST_FILE_BYTES >> 20} MiB"
+    message = f"{rate / 1e6:,.0f} MB/s to write and sync {TEST_FILE_BYTES >> 20} MiB"
     if rate < MIN_WRITE_SPEED:
-        mend = "Checkpoints are written while training continues; save them less often, or use a faster disk."
-        return CheckResult(_AREA, "speed", "warning", said, mend)
-    return CheckResult(_AREA, "speed", "ok", said)
+        fix = "Save checkpoints less often (they are written while training continues), or use a faster disk."
+        return CheckResult(_AREA, "speed", "warning", message, fix)
+    return CheckResult(_AREA, "speed", "ok", message)

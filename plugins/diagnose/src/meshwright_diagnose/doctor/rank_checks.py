@@ -1,4 +1,4 @@
-"""All checks, alone or as the ranks of a launcher, which also check versions, links, clocks, and a shared directory."""
+"""Checks that ranks make together: versions, links, clocks and a shared directory; and the sequence of all checks."""
 
 from __future__ import annotations
 
@@ -36,10 +36,10 @@ from .checks import (
     scratch_directory,
 )
 
-MESSAGE_BYTES = 16 * 2**20  # Bytes of the timed all-reduce
+MESSAGE_BYTES = 16 * 2**20  # Size of the timed all-reduce
 NUM_REPEATS = 5
-RENDEZVOUS_TIMEOUT_S = 60.0  # How long a rank waits for others
-MAX_CLOCK_SKEW_S = 1.0  # By how much clocks may differ: metrics and checkpoints of nodes are compared by their times
+RENDEZVOUS_TIMEOUT_S = 60.0  # Time for which a rank waits for the others
+MAX_CLOCK_SKEW_S = 1.0  # Metrics and checkpoints of nodes are compared by their timestamps
 VISIBILITY_TIMEOUT_S = 10.0  # Time for a new file to be visible on all nodes
 _LINKS, _CLOCKS, _DIRECTORY, _RANKS = "links", "clocks", "directory", "ranks"
 _ROUNDS = 8
@@ -47,7 +47,7 @@ _ROUNDS = 8
 
 @dataclass(frozen=True)
 class RankInfo:
-    """One rank; `leads` says whether it is the first of its node."""
+    """A rank, its host and its versions. The leader of a node is its first rank."""
 
     rank: int
     host: str
@@ -56,7 +56,7 @@ class RankInfo:
 
 
 def run_rank_checks(store: dist.Store | None, result: str, directory: str | None, device: str | None) -> None:
-    """Run one rank's part; the first rank writes the findings to `result` as JSON."""
+    """Run the checks of one rank. Rank 0 writes the findings to the file `result` as JSON. Collective."""
     with open_world(device, store=store, timeout_s=RENDEZVOUS_TIMEOUT_S) as world:
         found = list(check_ranks(world, None if directory is None else Path(directory)))
         if world.rank == 0:
@@ -65,7 +65,7 @@ def run_rank_checks(store: dist.Store | None, result: str, directory: str | None
 
 
 def check_ranks(world: World, directory: Path | None) -> Iterator[CheckResult]:
-    """Yield the same number of findings on each rank; those of the first rank count."""
+    """Yield the findings. Every rank yields as many, but only those of rank 0 count. Collective."""
     versions = f"meshwright {__version__}, torch {torch.__version__}, python {platform.python_version()}"
     own = RankInfo(world.rank, socket.gethostname(), os.environ.get("LOCAL_RANK", "0") == "0", versions)
     ranks: list[RankInfo] = _all_gather(world, own)
@@ -89,17 +89,17 @@ def _all_gather(world: World, value: Any) -> list[Any]:
 def _check_same_versions(ranks: Sequence[RankInfo]) -> CheckResult:
     versions = {each.versions: each for each in reversed(ranks)}
     hosts = len({each.host for each in ranks})
-    said = f"{len(ranks)} on {hosts} host{'s' if hosts > 1 else ''} have met"
+    message = f"{len(ranks)} ranks on {hosts} host{'s' if hosts > 1 else ''} are connected"
     if len(versions) == 1:
-        return CheckResult(_RANKS, "ranks", "ok", f"{said}; all have {ranks[0].versions}")
+        return CheckResult(_RANKS, "ranks", "ok", f"{message}; all have {ranks[0].versions}")
     reported = "; ".join(f"rank {each.rank} on {each.host}: {text}" for text, each in versions.items())
     return CheckResult(
-        _RANKS, "ranks", "error", f"{said}, but differ: {reported}", "Install the same versions on all nodes."
+        _RANKS, "ranks", "error", f"{message}; versions differ: {reported}", "Install the same versions on all nodes."
     )
 
 
 def _check_link(world: World, device: torch.device) -> CheckResult:
-    """Time an all-reduce; the best of some counts."""
+    """Time an all-reduce; the fastest of several counts."""
     name = "gloo" if device.type == "cpu" else str(dist.get_backend_config()).rpartition(":")[2]
     values = torch.ones(MESSAGE_BYTES // 4, dtype=torch.float32, device=device)
     seconds = []
@@ -113,17 +113,17 @@ def _check_link(world: World, device: torch.device) -> CheckResult:
         seconds.append(time.perf_counter() - began)
     rate = 2 * (world.size - 1) / world.size * MESSAGE_BYTES / min(seconds)
     if not bool((values == world.size).all()):
-        mend = "Look at the network, its driver and firmware; for NCCL run with NCCL_DEBUG=INFO."
-        return make_failure(_LINKS, name, f"the sum over {world.size} ranks is wrong", mend)
-    said = (
+        fix = "Check the network, its driver and firmware; for NCCL, run with NCCL_DEBUG=INFO."
+        return make_failure(_LINKS, name, f"the sum over {world.size} ranks is wrong", fix)
+    message = (
         f"an all-reduce of {MESSAGE_BYTES >> 20} MiB over {world.size} ranks takes {min(seconds) * 1e3:,.1f} ms: "
-        f"{rate / 1e9:,.2f} GB/s of each rank"
+        f"{rate / 1e9:,.2f} GB/s per rank"
     )
-    return CheckResult(_LINKS, name, "ok", said)
+    return CheckResult(_LINKS, name, "ok", message)
 
 
 def _check_clock_skew(world: World, leaders: Sequence[RankInfo]) -> CheckResult:
-    """Measure the clocks of nodes against the first's, up to half a round trip, as NTP does (Mills 1991)."""
+    """Measure the offset of each node's clock from rank 0's to within half a round trip, as NTP does (Mills 1991)."""
     offsets: dict[int, tuple[float, float]] = {}
     for each in leaders[1:]:
         for _ in range(_ROUNDS):
@@ -144,16 +144,16 @@ def _check_clock_skew(world: World, leaders: Sequence[RankInfo]) -> CheckResult:
         return CheckResult(_CLOCKS, "nodes", "ok", "measured by rank 0")
     rank, (trip, offset) = max(offsets.items(), key=lambda item: abs(item[1][1]))
     host = next(each.host for each in leaders if each.rank == rank)
-    said = f"rank {rank} on {host} is {abs(offset):.3g} s {'ahead of' if offset > 0 else 'behind'} rank 0"
+    message = f"rank {rank} on {host} is {abs(offset):.3g} s {'ahead of' if offset > 0 else 'behind'} rank 0"
     if abs(offset) > MAX_CLOCK_SKEW_S + trip:
         return CheckResult(
-            _CLOCKS, "nodes", "warning", said, "Let NTP (chrony, systemd-timesyncd) set all nodes' clocks."
+            _CLOCKS, "nodes", "warning", message, "Set the clocks of all nodes by NTP (chrony, systemd-timesyncd)."
         )
     return CheckResult(_CLOCKS, "nodes", "ok", f"at most {abs(offset) + trip:.3g} s apart")
 
 
 def _check_shared_directory(world: World, directory: Path, leaders: Sequence[RankInfo]) -> Iterator[CheckResult]:
-    """The first rank writes and locks a file, and one rank of each other node looks at it."""
+    """Write and lock a file on rank 0, and inspect it from one rank of each other node. Collective."""
     leads = any(each.rank == world.rank for each in leaders[1:])
     if world.rank == 0:
         with scratch_directory(directory) as own:
@@ -166,22 +166,22 @@ def _check_shared_directory(world: World, directory: Path, leaders: Sequence[Ran
         seen = _all_gather(world, _inspect_shared_file(own) if leads else None)
     others = {each.host: seen[each.rank] for each in leaders[1:]}
     blind = [host for host, (is_seen, _) in others.items() if not is_seen]
-    mend = "Name a directory of a file system that all nodes have mounted at the same place."
+    fix = "Choose a directory of a file system that all nodes have mounted at the same path."
     if blind:
-        said = f"{directory} of rank 0 is not seen within {VISIBILITY_TIMEOUT_S:g} s on {', '.join(blind)}"
-        yield CheckResult(_DIRECTORY, "shared", "error", said, mend)
+        message = f"a new file in {directory} is not visible within {VISIBILITY_TIMEOUT_S:g} s on {', '.join(blind)}"
+        yield CheckResult(_DIRECTORY, "shared", "error", message, fix)
         return
-    yield CheckResult(_DIRECTORY, "shared", "ok", f"all {len(leaders)} nodes see the same")
+    yield CheckResult(_DIRECTORY, "shared", "ok", f"all {len(leaders)} nodes see the same files")
     unlocked = [host for host, (_, is_locked) in others.items() if not is_locked]
     if unlocked:
-        mend = "Mount it with locks that hold between nodes (NFS: without nolock; Lustre: flock, not localflock)."
-        yield CheckResult(_DIRECTORY, "locks of nodes", "warning", f"a lock of rank 0 does not hold {unlocked}", mend)
+        fix = "Mount it with locks that hold across nodes (NFS: without nolock; Lustre: flock, not localflock)."
+        yield CheckResult(_DIRECTORY, "locks of nodes", "warning", f"a lock of rank 0 is ignored on {unlocked}", fix)
     else:
-        yield CheckResult(_DIRECTORY, "locks of nodes", "ok", "a lock of one node holds the others")
+        yield CheckResult(_DIRECTORY, "locks of nodes", "ok", "a lock of one node is respected on the others")
 
 
 def _inspect_shared_file(directory: Path) -> tuple[bool, bool]:
-    """Whether the first rank's file is visible here, and its lock holds."""
+    """Return whether the file of rank 0 is visible here, and whether its lock holds."""
     until = time.monotonic() + VISIBILITY_TIMEOUT_S
     while not (directory / "file").is_file():
         if time.monotonic() > until:
@@ -194,7 +194,7 @@ def _inspect_shared_file(directory: Path) -> tuple[bool, bool]:
         return True, True
 
 
-NUM_LOCAL_RANKS = 2  # Started without a launcher
+NUM_LOCAL_RANKS = 2  # Number of ranks that are started if there is no launcher
 
 
 def check_machine(directory: Path | None) -> Iterator[CheckResult]:
@@ -210,23 +210,23 @@ def check_machine(directory: Path | None) -> Iterator[CheckResult]:
 
 
 def check_local_ranks() -> Iterator[CheckResult]:
-    """Start two ranks on this machine and let them communicate; on accelerators, too, if there are two."""
+    """Run the checks on two new ranks on the CPU, and on two accelerators if there are two."""
     yield from _launch_rank_checks("cpu")
     if torch.accelerator.device_count() >= NUM_LOCAL_RANKS:
         yield from _launch_rank_checks(None)
 
 
 def _launch_rank_checks(device: str | None) -> Iterator[CheckResult]:
-    with tempfile.TemporaryDirectory(prefix="meshwright-") as place:
-        result = Path(place) / "found.json"
+    with tempfile.TemporaryDirectory(prefix="meshwright-") as scratch:
+        result = Path(scratch) / "findings.json"
         code = launch_ranks(run_rank_checks, (str(result), None, device), nproc=NUM_LOCAL_RANKS)
         if code or not result.is_file():
-            mend = (
-                "What the ranks have said stands above. Two processes of this machine must reach each other over the "
-                "loopback interface; GLOO_SOCKET_IFNAME=lo names it."
+            fix = (
+                "See the output of the ranks above. Two processes of this machine must be able to connect over the "
+                "loopback interface; GLOO_SOCKET_IFNAME=lo selects it."
             )
             yield make_failure(
-                "ranks", "ranks", f"{NUM_LOCAL_RANKS} ranks were started, and did not meet (exit code {code})", mend
+                "ranks", "ranks", f"the checks of {NUM_LOCAL_RANKS} local ranks failed (exit code {code})", fix
             )
             return
         rows: list[dict[str, Any]] = json.loads(result.read_text(encoding="utf-8"))
@@ -234,7 +234,7 @@ def _launch_rank_checks(device: str | None) -> Iterator[CheckResult]:
 
 
 def check_launched_ranks(directory: Path | None) -> tuple[int, list[CheckResult]]:
-    """Check this machine and the others as a rank of a launcher's world; return exit code and findings. Collective."""
+    """Run all checks as a rank of a launcher; return the exit code and the findings. Collective."""
     found: list[CheckResult] = []
     return run_guarded(_run_launched_rank, (found, directory), timeout_s=RENDEZVOUS_TIMEOUT_S), found
 

@@ -1,1 +1,1 @@
-"""A step of a run, done again, and held to what was written, to other ranks, and to the same step of another run."""
+"""Replay steps of a run: compare them with the recorded metrics, between ranks, and with another run."""

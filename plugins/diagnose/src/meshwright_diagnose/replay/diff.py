@@ -1,13 +1,13 @@
-"""Compare two runs: settings that differ, the step from which they differ, and its first tensor and module.
+"""Compare two runs: settings that differ, the first step that differs, and its first tensor and module.
 
-[Note: cause before effect] What a step is made of comes first: its rows and rates. Then the parameters before it, what
-the modules make of the rows, the loss, gradients, and the parameters after it. Where one is the same and the next is
-not, what lies between computes differently.
+[Note: cause before effect] The parts of a step are compared in causal order: rows and learning rates, parameters before
+the step, module outputs, loss, gradients, parameters after the step. If one part is the same and the next one differs,
+the computation between them differs.
 
-[Note: rounding that grows] Sums in another order differ in the last bit. At the edge of stability that grows from step
-to step in correct runs: 1e-7 to 1e-3 in twenty steps, where float64 agrees to 1e-16. So what matters is not how far two
-runs are apart, but how they came there: from the size of a rounding, step by step, or at once. A jump is reported even
-where it is small: a gradient that is wrong in one layer may hardly change the norm of all.
+[Note: rounding that grows] Sums in another order differ in the last bit. At the edge of stability these differences
+grow from step to step even in correct runs: from 1e-7 to 1e-3 in twenty steps, where float64 agrees to 1e-16. So the
+size of a difference says less than its history: it grew step by step from a rounding error, or came at once. Even a
+small jump is reported: a wrong gradient in one layer may hardly change the norm of all gradients.
 """
 
 from __future__ import annotations
@@ -45,20 +45,20 @@ NUMERIC_KEYS = (
     *("model", "data", "steps", "epochs", "batch_size", "optimizer", "schedule", "seed", "objective", "ema"),
     *("max_grad_norm", "grad_norm_type", "seq_len"),
 )
-"""Keys of a run file from which the numbers of a run follow."""
+"""Keys of a run file that determine the results of a run."""
 NON_NUMERIC_KEYS = (
     *("output_dir", "overwrite", "resume", "sample", "log_every", "trackers", "metrics", "profile", "launch"),
     *("plan", "checkpoint", "timeout_s", "data.cache_dir", "eval"),
 )
-"""Keys that change no number of a step."""
-EXACT_TOLERANCE = 1e-9  # Tolerance of rates and counts, which follow from the step alone
+"""Keys that do not affect the results of a step."""
+EXACT_TOLERANCE = 1e-9  # Tolerance of learning rates and token counts, which have no rounding errors
 JUMP_FACTOR = 100.0
-"""More than so many times the distance before, or the dtype's rounding, does not come by rounding in one step."""
+"""A difference above this multiple of all earlier ones, and of the dtype's epsilon, is a jump, not rounding."""
 
 
 @dataclass(frozen=True)
 class Divergence:
-    """The first step in which a number of two runs differs beyond rounding; `first`: in which it differs at all."""
+    """First step at which a metric of two runs differs beyond rounding; `first_step`: at which it differs at all."""
 
     name: str
     step: int
@@ -75,7 +75,7 @@ class Divergence:
 
 @dataclass(frozen=True)
 class MetricComparison:
-    """First and last common step of two runs, what differs beyond rounding, in order, and the largest differences."""
+    """First and last common step of two runs, divergences in order, and the largest relative difference by name."""
 
     steps: tuple[int, int]
     divergences: tuple[Divergence, ...]
@@ -84,7 +84,7 @@ class MetricComparison:
 
 @dataclass(frozen=True)
 class StepComparison:
-    """One step of both runs, done again in both layouts; `mode`: what was changed of the runs."""
+    """A step of both runs, replayed in both layouts; `mode`: how the replays differ from the runs."""
 
     step: int
     mode: str
@@ -115,18 +115,16 @@ class StepComparison:
 
 @dataclass(frozen=True)
 class RunDiff:
-    """What two runs differ in; `precision` is the coarser dtype."""
+    """Differences between two runs."""
 
     runs: tuple[str, str]
     settings: tuple[tuple[str, str, str], ...]
     layout: tuple[tuple[str, str, str], ...]
     metrics: MetricComparison
     resumed_after: tuple[int | None, int | None]
-    replayed: (
-        StepComparison | None
-    )  # the first differing step, done again; None: it was not, and `unavailable_reason` may say why
+    replayed: StepComparison | None  # None: no step was replayed; `unavailable_reason` may say why
     unavailable_reason: str
-    precision: str  # the coarser dtype of both
+    precision: str  # the lower precision of both
 
     @property
     def first_divergence(self) -> Divergence | None:
@@ -163,9 +161,9 @@ def diff_runs(
     show_traceback: bool = False,
     runner: ReplayRunner | None = None,
 ) -> RunDiff:
-    """Compare two runs, and do a step again, by default the first that differs; see [Note: cause before effect]."""
+    """Compare two runs, and replay a step, by default the first that differs; see [Note: cause before effect]."""
     if is_launched():
-        raise ConfigError("diff starts the ranks of both layouts itself, one after the other. Start it by no launcher.")
+        raise ConfigError("diff starts the ranks of both layouts itself, in turn. Start it without a launcher.")
     if rtol is not None and not rtol > 0:
         raise ConfigError(f"--rtol {rtol} must be above 0, such as 1e-6.")
     runs = RecordedRun(one), RecordedRun(other)
@@ -173,16 +171,16 @@ def diff_runs(
         run.get_result(step or 0)
     precision = max((find_precision(run.config) for run in runs), key=EPSILONS.__getitem__)
     settings = diff_settings(*(to_redacted_dict(run.config) for run in runs))
-    course = compare_metrics(*runs, rtol=rtol, precision=precision)
-    which = step or (course.divergences[0].step if course.divergences else None)
+    metrics = compare_metrics(*runs, rtol=rtol, precision=precision)
+    which = step or (metrics.divergences[0].step if metrics.divergences else None)
     sections = [(each, each[0].partition(".")[0]) for each in settings]
-    found = RunDiff(
+    result = RunDiff(
         runs=(str(one), str(other)),
         settings=tuple(
             each for each, section in sections if section in NUMERIC_KEYS and each[0] not in NON_NUMERIC_KEYS
         ),
         layout=tuple(each for each, section in sections if section not in NUMERIC_KEYS + NON_NUMERIC_KEYS),
-        metrics=course,
+        metrics=metrics,
         resumed_after=(None, None)
         if which is None
         else (runs[0].find_resume_step(which), runs[1].find_resume_step(which)),
@@ -191,22 +189,22 @@ def diff_runs(
         precision=precision,
     )
     if which is None or not replays:
-        return found
+        return result
     try:
-        again = runner or partial(run_request, show_traceback=show_traceback)
-        step_of_both = _replay_both(runs, which, float64=float64, rtol=rtol, precision=precision, runner=again)
+        run_replay = runner or partial(run_request, show_traceback=show_traceback)
+        comparison = _replay_both(runs, which, float64=float64, rtol=rtol, precision=precision, runner=run_replay)
     except (ConfigError, CheckpointError) as error:
         if step is not None or float64:
             raise
-        return replace(found, unavailable_reason=str(error))
-    return replace(found, replayed=step_of_both)
+        return replace(result, unavailable_reason=str(error))
+    return replace(result, replayed=comparison)
 
 
-# -- numbers, step by step
+# -- metrics
 
 
 def compare_metrics(one: RecordedRun, other: RecordedRun, *, rtol: float | None, precision: str) -> MetricComparison:
-    """Compare the metrics of two runs; without `rtol`, beyond what `precision` lets one expect, and for jumps."""
+    """Compare the metrics of two runs. Without `rtol`: with the tolerance of `precision`, and for jumps."""
     steps = sorted(one.results.keys() & other.results.keys())
     if not steps:
         raise ConfigError(
@@ -215,26 +213,28 @@ def compare_metrics(one: RecordedRun, other: RecordedRun, *, rtol: float | None,
         )
     numbers = {step: (_collect_numbers(one.results[step]), _collect_numbers(other.results[step])) for step in steps}
     names = list(dict.fromkeys(name for pair in numbers.values() for each in pair for name in each))
-    found, largest = [], {}
+    divergences, largest = [], {}
     for name in names:
-        # Two runs do not differ in what only one of them has measured.
+        # Metrics that only one run has measured are not compared.
         pairs = {step: (a[name], b[name]) for step, (a, b) in numbers.items() if name in a and name in b}
         if not pairs:
             continue
-        apart = {step: _relative_difference(name, *pair, one.results[step].num_tokens) for step, pair in pairs.items()}
-        largest[name] = max(apart.values())
+        differences = {
+            step: _relative_difference(name, *pair, one.results[step].num_tokens) for step, pair in pairs.items()
+        }
+        largest[name] = max(differences.values())
         is_exact, epsilon = name == "num_tokens" or name.startswith("learning_rate"), EPSILONS[precision]
         tolerance = EXACT_TOLERANCE if is_exact else TOLERANCES[precision] if rtol is None else rtol
         at = _first_divergent_step(
-            apart, tolerance, epsilon, JUMP_FACTOR if rtol is None and not is_exact else math.inf
+            differences, tolerance, epsilon, JUMP_FACTOR if rtol is None and not is_exact else math.inf
         )
         if at is not None:
-            before = max((each for step, each in apart.items() if step < at), default=0.0)
-            first = next(step for step, each in apart.items() if each > 0)
-            is_jump = is_exact or apart[at] > JUMP_FACTOR * max(before, epsilon)
-            found.append(Divergence(name, at, *pairs[at], before, first, is_jump))
-    found.sort(key=lambda each: (each.step, names.index(each.name)))
-    return MetricComparison((steps[0], steps[-1]), tuple(found), largest)
+            before = max((each for step, each in differences.items() if step < at), default=0.0)
+            first = next(step for step, each in differences.items() if each > 0)
+            is_jump = is_exact or differences[at] > JUMP_FACTOR * max(before, epsilon)
+            divergences.append(Divergence(name, at, *pairs[at], before, first, is_jump))
+    divergences.sort(key=lambda each: (each.step, names.index(each.name)))
+    return MetricComparison((steps[0], steps[-1]), tuple(divergences), largest)
 
 
 def _collect_numbers(result: StepResult) -> dict[str, float]:
@@ -246,14 +246,14 @@ def _collect_numbers(result: StepResult) -> dict[str, float]:
 
 
 def _relative_difference(name: str, one: float, other: float, num_tokens: int) -> float:
-    """The relative difference; a sum over tokens may be near zero, and its terms are not."""
+    """Return the relative difference. A sum over tokens may be near zero: it is compared to the number of tokens."""
     if name.startswith("sum ") and math.isfinite(one) and math.isfinite(other):
         return abs(one - other) / max(abs(one), abs(other), num_tokens, 1)
     return relative_difference(one, other)
 
 
 def _first_divergent_step(apart: Mapping[int, float], tolerance: float, epsilon: float, jump: float) -> int | None:
-    """The first step beyond the tolerance, or more than `jump` times as far apart as a rounding and all before."""
+    """Return the first step that differs by more than the tolerance, or `jump` times `epsilon` and all before it."""
     before = epsilon
     for step, each in apart.items():
         if each > tolerance or each > jump * before:
@@ -262,7 +262,7 @@ def _first_divergent_step(apart: Mapping[int, float], tolerance: float, epsilon:
     return None
 
 
-# -- one step, done again
+# -- replay of one step
 
 
 def _replay_both(
@@ -278,22 +278,24 @@ def _replay_both(
         outs = [root / name for name in ("one", "other")]
         for out in outs:
             out.mkdir()
-        orders = [build_request(run, step, out, saves_tensors=True) for run, out in zip(runs, outs, strict=True)]
+        requests = [build_request(run, step, out, saves_tensors=True) for run, out in zip(runs, outs, strict=True)]
         mode = []
         if float64:
-            # Both from one checkpoint: what each had rounded in its own way would begin apart.
-            first = orders[0].start
+            # Both start from one checkpoint: the runs' own checkpoints differ by rounding.
+            first = requests[0].start
             backs = [run.find_rollbacks(first) for run in runs]
-            started = [replace(order, start=first, rollbacks=back) for order, back in zip(orders, backs, strict=True)]
-            orders = [to_float64(order) for order in started]
-            mode.append("in float64, both from what the first began with")
+            started = [
+                replace(request, start=first, rollbacks=back) for request, back in zip(requests, backs, strict=True)
+            ]
+            requests = [to_float64(request) for request in started]
+            mode.append("in float64, both from the start of the first")
             precision = "float64"
-        if _find_rng_degrees(orders[0]) != _find_rng_degrees(orders[1]) and any(
-            models := [_find_dropouts(order) for order in orders]
+        if _find_rng_degrees(requests[0]) != _find_rng_degrees(requests[1]) and any(
+            models := [_find_dropouts(request) for request in requests]
         ):
-            orders = [disable_dropout(order, model) for order, model in zip(orders, models, strict=True)]
-            mode.append("without dropout, for which the two layouts draw other numbers")
-        left, right = (runner(order)["values"] for order in orders)
+            requests = [disable_dropout(request, model) for request, model in zip(requests, models, strict=True)]
+            mode.append("without dropout, whose random numbers depend on the layout")
+        left, right = (runner(request)["values"] for request in requests)
         traces = load_outputs(outs[0]), load_outputs(outs[1])
         tolerance = TOLERANCES[precision] if rtol is None or float64 else rtol
         reason = traces[0].reason or traces[1].reason
@@ -304,7 +306,7 @@ def _replay_both(
         return StepComparison(
             step=step,
             mode="; ".join(mode),
-            starts=(_describe_start(orders[0]), _describe_start(orders[1])),
+            starts=(_describe_start(requests[0]), _describe_start(requests[1])),
             has_same_rows=traces[0].rows == traces[1].rows,
             values={name: (left.get(name), right.get(name)) for name in {**left, **right}},
             tolerance=tolerance,
@@ -317,7 +319,7 @@ def _replay_both(
 
 
 def _find_rng_degrees(request: ReplayRequest) -> tuple[int, ...]:
-    """The degrees on which the random numbers of a step depend."""
+    """Return the degrees that the random numbers of a step depend on."""
     degrees = resolve_degrees(request.config, request.world_size)
     return degrees.dp, degrees.tp, degrees.pp, degrees.cp
 
@@ -331,4 +333,4 @@ def _find_dropouts(request: ReplayRequest) -> dict[str, Any]:
 
 def _describe_start(request: ReplayRequest) -> str:
     path = request.start.checkpoint
-    return "the beginning of the run" if path is None else str(path)
+    return "the start of the run" if path is None else str(path)

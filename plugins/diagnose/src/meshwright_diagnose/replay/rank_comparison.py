@@ -1,16 +1,16 @@
-"""The work of each data rank in a step: done by it and by another, and compared bit for bit; or all by one process.
+"""Compute the shares of data ranks on other ranks, and compare them bitwise; or compute all shares in one process.
 
-[Note: shares in a circle] A step is computed three times from the same parameters, and the optimizer steps in none.
-First each data rank does its own share, with its own random numbers; then that of the next rank; then its own once
-more. On correct hardware, a share gives the same result bits wherever it is done. Hooks see what is local: the output
-of each module, and the gradient of each parameter before it is reduced, microbatch by microbatch. Logits that are made
-row by row are no tensor yet, and are seen in what follows from them.
+[Note: shares in a circle] A step is computed three times from the same parameters, without an optimizer step. First,
+each data rank computes its own share with its own random numbers; then the share of the next rank; then its own again.
+On correct hardware, a share has bitwise the same results on every rank. Hooks hash local tensors: the output of each
+module, and the gradient of each parameter before reduction, for each micro-batch. The logits of a chunked loss never
+exist in full, so they are compared only by what depends on them.
 
-[Note: who is wrong] A rank that computes wrongly spoils two shares: its own, and that of the next rank. Of three data
-ranks or more, the one that both spoilt shares have in common is named. Two have both shares in common, and then both
-are named, unless one does not agree with itself. Where every rank disagrees with itself, kernels are at fault that sum
-in no fixed order, and nobody is named. Of ranks that share a data rank's batch, the one that differs first, in the
-order in which the parts depend on each other, is named for all.
+[Note: who is wrong] A faulty rank spoils two shares: its own, and that of the next rank. With three data ranks or more,
+the rank that has computed both is named. With two, both ranks have computed both shares and are named, unless only one
+is inconsistent with itself. If every rank is inconsistent with itself, kernels are nondeterministic, and no rank is
+named. Of the ranks that share a data rank's batch, only the one that differs first is named, in the order in which
+their parts depend on each other.
 """
 
 from __future__ import annotations
@@ -32,12 +32,12 @@ from meshwright_run.data.train_sampler import TrainSampler
 from meshwright_run.preflight import PreparedRun, needs_padding_mask
 
 OUTPUT_PREFIX, GRADIENT_PREFIX = "output of", "gradient of"
-TENSOR_TYPES = (Tensor, DTensor)  # Types of outputs that are tensors already; others are made when they are asked for
+TENSOR_TYPES = (Tensor, DTensor)  # Exact types of outputs that have values; `DeferredLogits` has none
 Digest = tuple[str, str]  # A name, and a hash of the bits
 
 
 class AllRanksSampler:
-    """Draw the shares of all data ranks in one process; see `train.assembly.build_loop`."""
+    """Read the micro-batches of all data ranks in one process: a `draw_batches` of `loop_setup.build_loop`."""
 
     def __init__(self, plan: PreparedRun, data_size: int, seed: int) -> None:
         self.merges_microbatches = needs_padding_mask(plan.model_config)
@@ -54,10 +54,10 @@ class AllRanksSampler:
 
     @contextmanager
     def seed_per_rank(self, model: nn.Module) -> Iterator[None]:
-        """Begin each share with the random numbers of its data rank."""
+        """Seed each share with the seed of its data rank."""
 
         def begin(module: nn.Module, *_: Any) -> None:
-            # Not where a few tokens are tried.
+            # Probes run in evaluation mode.
             if not module.training or self.merges_microbatches:
                 return
             share, first = divmod(self._num_forwards, self._microbatches_per_rank)
@@ -73,7 +73,7 @@ class AllRanksSampler:
 
 
 class PeerSampler:
-    """Draw the share of this data rank, or of the one `ahead` places after it; see `train.assembly.build_loop`."""
+    """Read the micro-batches of the data rank `rank_offset` after this one: a `draw_batches` of `build_loop`."""
 
     def __init__(self, mesh: Mesh, seed: int) -> None:
         self._mesh, self._seed = mesh, seed
@@ -85,18 +85,18 @@ class PeerSampler:
         return (self._mesh.data_rank + self.rank_offset) % self._mesh.data_size
 
     def __call__(self, feed: TrainSampler, step: int) -> Sequence[Batch]:
-        # A source that is read while training gives each step once.
+        # A streaming source returns each step only once.
         if self._drawn[0] != step:
             self._drawn = (step, feed.read_local_batches(step))
         return self._drawn[1][self.data_rank]
 
     def seed(self, step: int) -> None:
-        """Draw the random numbers of the share's own rank from here on."""
+        """Seed this rank as the data rank whose share it computes."""
         torch.manual_seed(derive_step_seed(self._seed, step, self.data_rank))
 
 
 class _TensorHasher:
-    """Context manager that hashes what this rank computes by itself in one step."""
+    """Hash the module outputs and local gradients of this rank in one step. A context manager."""
 
     def __init__(self, parts: Sequence[nn.Module]) -> None:
         self._parts = parts
@@ -116,25 +116,25 @@ class _TensorHasher:
             handle.remove()
 
     def _make_parameter_hook(self, name: str) -> Any:
-        def watch(module: nn.Module, *_: Any) -> None:
+        def hook_parameters(module: nn.Module, *_: Any) -> None:
             if not (module.training and torch.is_grad_enabled()):
                 return
-            # Parameters as they are in the forward: unsharded, where a strategy holds a shard between steps.
+            # In the forward, parameters are unsharded, even if the strategy holds only shards between steps.
             for own, parameter in module.named_parameters(recurse=False):
                 if parameter.requires_grad and id(parameter) not in self._hooked_parameters:
                     self._hooked_parameters[id(parameter)] = parameter
                     full = f"{GRADIENT_PREFIX} {name}.{own}" if name else f"{GRADIENT_PREFIX} {own}"
                     self._handles.append(parameter.register_hook(partial(self._hash_tensor, full)))
 
-        return watch
+        return hook_parameters
 
     def _make_output_hook(self, name: str) -> Any:
-        def note(module: nn.Module, _: Any, output: Any) -> None:
+        def hash_output(module: nn.Module, _: Any, output: Any) -> None:
             first = get_first_output(output)
             if module.training and type(first) in TENSOR_TYPES:
                 self._hash_tensor(f"{OUTPUT_PREFIX} {name or type(module).__name__}", first)
 
-        return note
+        return hash_output
 
     def _hash_tensor(self, name: str, tensor: Tensor) -> None:
         local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
@@ -148,18 +148,18 @@ def get_first_output(output: Any) -> Any:
 
 
 def compare_ranks(manager: StrategyManager, loop: Loop, step: int, sampler: PeerSampler) -> dict[str, Any]:
-    """Return what `judged` finds of a step's batches; nothing is trained. Collective."""
+    """Compute a step three times, and return the result of `find_suspects`. Updates no parameters. Collective."""
     passes: list[tuple[Digest, ...]] = []
-    for ahead in (0, 1, 0):
-        sampler.rank_offset = ahead
+    for offset in (0, 1, 0):
+        sampler.rank_offset = offset
         passes.append(_hash_pass(manager, loop, step, sampler))
     mesh = manager.mesh
-    place = mesh.axis_rank("cp"), mesh.axis_rank("tp")
-    mine = RankDigests(mesh.rank, mesh.data_rank, mesh.axis_rank("pp"), place, *passes)
-    found: list[Any] = [None] * mesh.world.size
+    position = mesh.axis_rank("cp"), mesh.axis_rank("tp")
+    mine = RankDigests(mesh.rank, mesh.data_rank, mesh.axis_rank("pp"), position, *passes)
+    digests: list[Any] = [None] * mesh.world.size
     mesh.world.reduce_ints([0])
-    dist.all_gather_object(found, mine, group=mesh.world.group)
-    return find_suspects(found, mesh.data_size)
+    dist.all_gather_object(digests, mine, group=mesh.world.group)
+    return find_suspects(digests, mesh.data_size)
 
 
 def _hash_pass(manager: StrategyManager, loop: Loop, step: int, sampler: PeerSampler) -> tuple[Digest, ...]:
@@ -177,7 +177,7 @@ def _hash_pass(manager: StrategyManager, loop: Loop, step: int, sampler: PeerSam
 
 @dataclass(frozen=True)
 class RankDigests:
-    """What a rank has computed in three passes; `place`: along the axes other than `pp` that share a batch."""
+    """Hashes of what a rank computed in three passes; `position`: along `cp` and `tp`."""
 
     rank: int
     data_rank: int
@@ -189,17 +189,17 @@ class RankDigests:
 
 
 def find_suspects(digests: Sequence[RankDigests], data_size: int) -> dict[str, Any]:
-    """Return who computes wrongly, as values of JSON; see [Note: who is wrong]."""
-    by_place = {(each.data_rank, each.stage, each.position): each for each in digests}
+    """Return the ranks that compute wrong results, JSON-serializable; see [Note: who is wrong]."""
+    by_position = {(each.data_rank, each.stage, each.position): each for each in digests}
     parts = sorted({(each.stage, each.position) for each in digests})
     unsteady = [each for each in digests if _first_mismatch(each.own, each.again) is not None]
     shares: dict[int, tuple[RankDigests, RankDigests, str]] = {}
     for share in range(data_size):
-        pairs = [(by_place[share, *part], by_place[(share - 1) % data_size, *part]) for part in parts]
+        pairs = [(by_position[share, *part], by_position[(share - 1) % data_size, *part]) for part in parts]
         differing = [(*pair, at) for pair in pairs if (at := _first_mismatch(pair[0].own, pair[1].other)) is not None]
         if differing:
             own, other, at = min(differing, key=lambda each: _dependency_order(each[0], each[2]))
-            shares[share] = (own, other, own.own[at][0] if at < len(own.own) else "what is computed")
+            shares[share] = (own, other, own.own[at][0] if at < len(own.own) else "number of tensors")
     found: dict[str, Any] = {
         "suspects": [],
         "data_ranks": [],
@@ -215,9 +215,9 @@ def find_suspects(digests: Sequence[RankDigests], data_size: int) -> dict[str, A
         return found
     suspects = {each.data_rank for each in unsteady}
     if len(suspects) == data_size:
-        return {**found, "reason": "each data rank disagrees with itself: kernels of this run sum in no fixed order"}
+        return {**found, "reason": "every data rank is inconsistent with itself: kernels are nondeterministic"}
     if not suspects:
-        # One that was wrong once only has spoilt one share, which two ranks have done.
+        # A rank that was wrong only once has spoiled one share, which two ranks have computed.
         suspects = {share for share in shares if (share + 1) % data_size in shares} or {
             each for share in shares for each in (share, (share - 1) % data_size)
         }
@@ -226,13 +226,13 @@ def find_suspects(digests: Sequence[RankDigests], data_size: int) -> dict[str, A
 
 
 def _first_mismatch(one: Sequence[Digest], other: Sequence[Digest]) -> int | None:
-    for place, (a, b) in enumerate(zip(one, other, strict=False)):
+    for index, (a, b) in enumerate(zip(one, other, strict=False)):
         if a != b:
-            return place
+            return index
     return min(len(one), len(other)) if len(one) != len(other) else None
 
 
 def _dependency_order(work: RankDigests, at: int) -> tuple[int, int, int]:
-    """How early a part of a share differs: later stages depend on the outputs of a stage, earlier ones on gradients."""
+    """Return a sort key for how early a mismatch is: outputs flow to later stages, gradients to earlier ones."""
     is_output = at < len(work.own) and work.own[at][0].startswith(OUTPUT_PREFIX)
     return (0, work.stage, at) if is_output else (1, -work.stage, at)

@@ -1,4 +1,4 @@
-"""Render a replay, and what two runs differ in, as text; without torch."""
+"""Render the results of `replay` and `diff` as text. Imports no torch."""
 
 from __future__ import annotations
 
@@ -19,16 +19,16 @@ if TYPE_CHECKING:
     from .tensors import TensorDiffs
 
 _EXPECTED_PRECISION = {
-    "float64": "float64 agrees to 1e-9, and a bug shows at 1e-3",
-    "float32": "float32 agrees to about 1e-6 after one step, and to less after each further one",
-    "bfloat16": "bfloat16 agrees to about 1e-2 after one step, and to less after each further one",
+    "float64": "in float64 results agree to 1e-9, while a bug shows at 1e-3",
+    "float32": "in float32 results agree to about 1e-6 after one step, and less after each further one",
+    "bfloat16": "in bfloat16 results agree to about 1e-2 after one step, and less after each further one",
 }
 
 
 def render_replay(replayed: ReplayResult) -> Group:
-    """Render the numbers of a step next to those that were written, and what follows from them."""
+    """Render the replayed values of a step next to the recorded ones, and the conclusion."""
     done, checkpoint = replayed.start
-    started = f"from {checkpoint}" if checkpoint else "from the beginning of the run"
+    started = f"from {checkpoint}" if checkpoint else "from the start of the run"
     steps = replayed.step - done
     headline = parse_markup(
         f"[bold]replay[/bold] of {escape_markup(replayed.run)}, step {replayed.step}: "
@@ -57,8 +57,8 @@ def _format_difference(value: ReplayedValue) -> str | Text:
     if value.is_same:
         return "the same, bit for bit"
     if value.recorded is None or value.replayed is None:
-        return parse_markup("[bold]only one[/bold]")
-    return f"{abs(value.recorded - value.replayed):.3g} apart, relatively {value.relative_difference:.2g}"
+        return parse_markup("[bold]one is missing[/bold]")
+    return f"differs by {abs(value.recorded - value.replayed):.3g}, relatively by {value.relative_difference:.2g}"
 
 
 def _format_number(value: float | None) -> str:
@@ -66,90 +66,90 @@ def _format_number(value: float | None) -> str:
 
 
 def _describe_verdict(replayed: ReplayResult) -> Iterator[str]:
-    within = f"to {replayed.tolerance:g}"
+    within = f"within a relative tolerance of {replayed.tolerance:g}"
     if replayed.is_same:
-        yield f"The step is the same, {within if replayed.tolerance else 'bit for bit'}."
+        yield f"The step is the same{f' {within}' if replayed.tolerance else ', bit for bit'}."
     else:
-        yield f"[bold]The step is not the same[/bold]{f', {within}' if replayed.tolerance else ''}."
+        yield f"[bold]The step is not the same[/bold]{f' {within}' if replayed.tolerance else ''}."
     if replayed.tolerance:
-        yield f"Sums are in another order here: {_EXPECTED_PRECISION[replayed.precision]}."
+        yield f"The replay computes sums in another order: {_EXPECTED_PRECISION[replayed.precision]}."
     elif not replayed.is_same:
         yield (
-            "What may have changed: the code or a library, the machine, the data, or a kernel that sums in no fixed "
-            "order; or a rank has computed wrongly: see --compare-rank."
+            "Possible causes: the code, a library, the machine or the data have changed; a kernel is nondeterministic; "
+            "or a rank computes wrong results (see --compare-rank)."
         )
     if replayed.note:
         yield escape_markup(replayed.note)
 
 
 def _describe_ranks(replayed: ReplayResult) -> Iterator[str]:
-    found = replayed.rank_comparison
-    if found is None:
+    results = replayed.rank_comparison
+    if results is None:
         return
     if replayed.has_consistent_ranks:
         yield (
-            f"The work of data rank {replayed.compared_rank}, and of all others, gives the same result bits on another "
-            f"rank: {found['num_compared']} outputs and gradients on each. No rank is suspect."
+            f"The work of data rank {replayed.compared_rank}, and of all others, has bitwise the same results on "
+            f"another rank: {results['num_compared']} outputs and gradients per rank. No rank is suspect."
         )
         return
-    for share, reported in found["mismatches"].items():
+    for share, reported in results["mismatches"].items():
         one, other = reported["ranks"]
         where = escape_markup(reported["tensor"])
         yield f"the work of data rank {share} differs between ranks {one} and {other}, first in the {where}"
-    if found["inconsistent_ranks"]:
-        yield f"ranks that do not agree with themselves: {', '.join(map(str, found['inconsistent_ranks']))}"
-    suspects = ", ".join(map(str, found["suspects"]))
-    if found["reason"]:
-        yield f"No rank is named: {escape_markup(found['reason'])}."
-    elif len(found["suspects"]) == 1:
-        yield f"[bold]Suspect: the hardware of rank {suspects}[/bold]. Take it out, and test it."
+    if results["inconsistent_ranks"]:
+        yield f"ranks whose repeated results differ: {', '.join(map(str, results['inconsistent_ranks']))}"
+    suspects = ", ".join(map(str, results["suspects"]))
+    if results["reason"]:
+        yield f"No suspect can be named: {escape_markup(results['reason'])}."
+    elif len(results["suspects"]) == 1:
+        yield f"[bold]Suspect: the hardware of rank {suspects}[/bold]. Remove it from the run, and test it."
     else:
         yield (
-            f"[bold]Suspect: the hardware of one of the ranks {suspects}[/bold], which disagree. Of two data ranks "
-            f"none can tell which; three can."
+            f"[bold]Suspect: the hardware of one of the ranks {suspects}[/bold], which disagree. Two data ranks "
+            f"cannot show which one is wrong; three can."
         )
 
 
 def _format_relative(value: float) -> str:
-    return f"{value:.2g}" if math.isfinite(value) else "without bound"
+    return f"{value:.2g}" if math.isfinite(value) else "inf"
 
 
 def render_diff(diff: RunDiff) -> Group:
-    """Render where two runs differ, and what is known of why."""
+    """Render where two runs differ, and the possible reasons."""
     lines = [f"[bold]diff[/bold] of {escape_markup(diff.runs[0])} and {escape_markup(diff.runs[1])}"]
-    for what, settings in (("by which numbers follow", diff.settings), ("of the layout", diff.layout)):
+    for kind, settings in (("that affects results", diff.settings), ("of the layout", diff.layout)):
         for name, one, other in settings:
             reported = f"{escape_markup(name)} is {escape_markup(one)} against {escape_markup(other)}"
-            lines.append(f"run files differ in what is {what}: {reported}")
+            lines.append(f"The run files differ in a setting {kind}: {reported}.")
     return Group(*map(parse_markup, (*lines, *_describe_metrics(diff), *_describe_step(diff))))
 
 
 def _describe_metrics(diff: RunDiff) -> Iterator[str]:
     first, last = diff.metrics.steps
-    parted = diff.first_divergence
-    if parted is None:
+    divergence = diff.first_divergence
+    if divergence is None:
         largest = max(diff.metrics.largest_differences.get(name, 0.0) for name in ("loss", "grad_norm"))
-        apart = f"to {_format_relative(largest)}, relatively" if largest else "bit for bit"
-        yield f"[bold]They agree[/bold] in steps {first} to {last}: losses and norms {apart}."
+        apart = f"differ relatively by at most {_format_relative(largest)}" if largest else "are the same, bit for bit"
+        yield f"[bold]The runs agree[/bold] in steps {first} to {last}: losses and norms {apart}."
         return
-    name, is_rate = _format_name(parted), parted.name.startswith("learning_rate")
-    meaning = ": the schedule or its resume differs" if is_rate else ""
-    if parted.name == "num_tokens":
-        meaning = ": the data, or how they are laid out, differ"
-    yield f"[bold]{name} part{'' if name.endswith('s') else 's'} at step {parted.step}[/bold]: " + (
-        f"{_format_number(parted.one)} against {_format_number(parted.other)}{meaning}"
+    name, is_rate = _format_name(divergence), divergence.name.startswith("learning_rate")
+    meaning = ": the schedule, or how it resumed, differs" if is_rate else ""
+    if divergence.name == "num_tokens":
+        meaning = ": the data or their layout differ"
+    yield f"[bold]{name} differ{'' if name.endswith('s') else 's'} at step {divergence.step}[/bold]: " + (
+        f"{_format_number(divergence.one)} against {_format_number(divergence.other)}{meaning}"
     )
     if not meaning:
-        yield _describe_divergence(parted)
+        yield _describe_divergence(divergence)
     for directory, step in zip(diff.runs, diff.resumed_after, strict=True):
         if step is not None:
             yield (
-                f"{escape_markup(directory)} continued after step {step} (events.jsonl), and has done step "
-                f"{parted.step} since"
+                f"{escape_markup(directory)} resumed after step {step} (events.jsonl), before it ran step "
+                f"{divergence.step}"
             )
     for other in diff.metrics.divergences[1:]:
         yield (
-            f"then {_format_name(other).lower()} at step {other.step}: {_format_number(other.one)} against "
+            f"next, {_format_name(other).lower()} at step {other.step}: {_format_number(other.one)} against "
             f"{_format_number(other.other)}"
         )
 
@@ -157,15 +157,13 @@ def _describe_metrics(diff: RunDiff) -> Iterator[str]:
 def _describe_divergence(divergence: Divergence) -> str:
     if divergence.is_jump:
         return (
-            f"It is a jump: {_format_relative(divergence.relative_difference)} apart, relatively, and "
-            f"{_format_relative(divergence.max_before)} at most "
-            f"before. Rounding does not do that."
+            f"This is a jump: the relative difference is {_format_relative(divergence.relative_difference)}, and was "
+            f"at most {_format_relative(divergence.max_before)} before. Rounding does not cause this."
         )
     return (
-        f"It is rounding that has grown: apart since step {divergence.first_step}, by "
-        f"{_format_relative(divergence.max_before)} at most "
-        f"before step {divergence.step}. Where training is at the edge of stability, that is no error. To know, "
-        f"compare in float64: --float64."
+        f"Differences by rounding have grown: they start at step {divergence.first_step}, and are at most "
+        f"{_format_relative(divergence.max_before)} before step {divergence.step}. At the edge of stability this is "
+        f"not an error. Compare in float64 to find out: --float64."
     )
 
 
@@ -180,13 +178,13 @@ def _describe_step(diff: RunDiff) -> Iterator[str]:
     step = diff.replayed
     if step is None:
         if diff.unavailable_reason:
-            yield f"No step was done again: {escape_markup(diff.unavailable_reason)}"
+            yield f"No step was replayed: {escape_markup(diff.unavailable_reason)}"
         return
     mode = f" ({escape_markup(step.mode)})" if step.mode else ""
-    yield f"\n[bold]step {step.step}, done again in both layouts[/bold]{mode}"
+    yield f"\n[bold]step {step.step}, replayed in both layouts[/bold]{mode}"
     for directory, started in zip(diff.runs, step.starts, strict=True):
         yield f"  {escape_markup(directory)} from {escape_markup(started)}"
-    rows = "the same" if step.has_same_rows else "[bold]differ[/bold]: the data, or their order"
+    rows = "the same" if step.has_same_rows else "[bold]differ[/bold]: the data or their order"
     yield f"  rows of the step        {rows}"
     yield f"  parameters before it    {_describe_tensors(step.parameters_before)}"
     outputs = f"not compared: {escape_markup(step.reason)}" if step.outputs is None else _describe_tensors(step.outputs)
@@ -194,22 +192,25 @@ def _describe_step(diff: RunDiff) -> Iterator[str]:
     for name, (one, other) in step.values.items():
         apart = "the same" if one == other else f"{_format_number(one)} against {_format_number(other)}"
         yield f"  {name.replace('_', ' '):<23} {apart}"
-    yield f"  gradients, not clipped  {_describe_tensors(step.gradients)}"
-    yield f"  parameters behind it    {_describe_tensors(step.parameters_after)}"
+    yield f"  unclipped gradients     {_describe_tensors(step.gradients)}"
+    yield f"  parameters after it     {_describe_tensors(step.parameters_after)}"
     yield _describe_conclusion(step)
 
 
 def _describe_tensors(diffs: TensorDiffs) -> str:
-    first, furthest = diffs.first, diffs.largest
+    first, largest = diffs.first, diffs.largest
     if first is None:
-        most = furthest.relative if furthest is not None else 0.0
-        return f"the same in all {diffs.num_tensors}, " + (f"to {_format_relative(most)}" if most else "bit for bit")
+        most = largest.relative if largest is not None else 0.0
+        return f"all {diffs.num_tensors} " + (
+            f"agree to {_format_relative(most)}" if most else "are the same, bit for bit"
+        )
     reported = (
-        first.reason or f"relatively {_format_relative(first.relative)}, absolutely {_format_relative(first.absolute)}"
+        first.reason
+        or f"by {_format_relative(first.relative)} relatively, {_format_relative(first.absolute)} absolutely"
     )
     more = (
-        f"; furthest apart is {escape_markup(furthest.name)}, by {_format_relative(furthest.relative)}"
-        if furthest
+        f"; the largest difference is {_format_relative(largest.relative)}, of {escape_markup(largest.name)}"
+        if largest
         else ""
     )
     return (
@@ -220,24 +221,25 @@ def _describe_tensors(diffs: TensorDiffs) -> str:
 
 def _describe_conclusion(step: StepComparison) -> str:
     if not step.has_same_rows:
-        return "The two steps had other data: look at data, seed and batch_size of the run files."
+        return "The data of the step differ: compare data, seed and batch_size in the run files."
     if step.parameters_before.first is not None:
-        return "The parameters differ before the step: what parts them is earlier, or in what was loaded."
+        return "The parameters differ before the step: the cause is an earlier step or the loaded state."
     if step.outputs is not None and step.outputs.first is not None:
         return (
-            f"From the same rows and parameters, {escape_markup(step.outputs.first.name)} is the first to compute "
-            "otherwise."
+            f"Rows and parameters are the same; {escape_markup(step.outputs.first.name)} is the first module whose "
+            "output differs."
         )
     if step.gradients.first is not None:
         return (
-            f"Forward is the same, and the gradient of {escape_markup(step.gradients.first.name)} is not: backward, or "
-            "how gradients are summed over ranks and microbatches, differs."
+            f"The forward is the same, but the gradient of {escape_markup(step.gradients.first.name)} differs: the "
+            "cause is the backward, or how gradients are summed over ranks and micro-batches."
         )
     if step.parameters_after.first is not None:
         return (
-            "The gradients are the same, and the parameters behind the step are not: rates, clipping or the optimizer."
+            "The gradients are the same, but the parameters after the step differ: the cause is the learning rate, "
+            "clipping or the optimizer."
         )
     if step.is_same:
-        parted = "; what parted the runs is dropout" if "dropout" in step.mode else ""
-        return f"Step {step.step}, done again, is the same in both, to {step.tolerance:g}{parted}."
-    return "All tensors are the same; the metrics of the step are not."
+        cause = "; the runs differ because of dropout" if "dropout" in step.mode else ""
+        return f"The replayed step {step.step} is the same in both layouts, to {step.tolerance:g}{cause}."
+    return "All tensors are the same, but the metrics of the step differ."

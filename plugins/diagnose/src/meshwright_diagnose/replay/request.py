@@ -1,17 +1,17 @@
-"""What a replay does: which steps of a recorded run, from where, and in which layout.
+"""Requests for replays: which steps of a recorded run to repeat, from which state, and in which layout.
 
-[Note: whose run file] A directory has the run file of its last attempt. A step of an earlier attempt is done again by
-the run file that the first checkpoint after it has kept.
+[Note: whose run file] A run directory holds the run file of the last attempt. A step of an earlier attempt is replayed
+with the run file in the first checkpoint after it.
 
-[Note: abandoned steps] What a run did before a bad step took it back changed nothing but which batches are drawn. So it
-is not done again, and the batches that it left out since are left out. An attempt that resumes from an earlier
-checkpoint has forgotten what was done after that one.
+[Note: abandoned steps] Steps that a rollback has undone are not replayed. Their only effect is that the run skips
+batches afterwards, and the replay skips the same ones. An attempt that resumes from an earlier checkpoint forgets the
+rollbacks after it.
 
-[Note: nothing is written] A replay runs by the run's own file, but in another directory, which is removed afterwards.
-Only the log-probabilities of a reference are copied there, since the run was compared with them.
+[Note: nothing is written] A replay uses the run file of the run, but another output directory, which is deleted
+afterwards. Only the reference log-probabilities are copied there, since the loss of the run depends on them.
 
-[Note: what is changed] A replay may leave out dropout, or take another dtype, so that two layouts, which draw other
-numbers and round in another order, compute the same. Such changes are ignored where checkpoint and run file are
+[Note: what is changed] A replay may disable dropout or use another dtype, so that two layouts with different random
+numbers and orders of sums compute the same. Such changes are ignored when the settings of checkpoint and run file are
 compared.
 """
 
@@ -48,12 +48,12 @@ from meshwright_run.run_directory import RunDirectory
 from meshwright_run.run_file import RunConfig, load_run
 from meshwright_run.run_sections import CheckpointConfig, ResumeConfig
 
-_MAX_EVENT_BYTES = 1 << 28  # Bytes of the file of events that are read
+_MAX_EVENT_BYTES = 1 << 28  # Maximum number of bytes that are read of the event file
 
 
 @dataclass(frozen=True)
 class ReplayStart:
-    """What a replay begins with: how many steps were done before, and a checkpoint; None: where the run begins."""
+    """State that a replay starts from: number of completed steps, and checkpoint; None: the start of the run."""
 
     completed_steps: int
     checkpoint: Storage | None
@@ -61,32 +61,32 @@ class ReplayStart:
 
 @dataclass(frozen=True)
 class Rollback:
-    """The run went back to `to` steps done, and left out so many batches from there."""
+    """A rollback of a run to the state after `to_step` steps, and the number of batches that it skips from there."""
 
     to_step: int
     skipped_batches: int
 
 
 class RecordedRun:
-    """A run that has been done, or is being done, by its output_dir."""
+    """A finished or current run, read from its output directory."""
 
     def __init__(self, directory: Path) -> None:
         self.directory = directory
         paths = RunDirectory(directory)
         if not paths.run_file.is_file():
             raise ConfigError(
-                f"{str(directory)!r} has no {paths.run_file.name}: it is no directory of a run. Give its output_dir."
+                f"{str(directory)!r} is not a run directory: it has no {paths.run_file.name}. Give a run's output_dir."
             )
         self.config = load_run(paths.run_file)
         self.paths = RunDirectory(directory, self.config.checkpoint)
         results = read_metrics(paths.metrics, last_step=1 << 62, num_steps=self.config.steps or 0)
         self.results: Mapping[int, StepResult] = {each.step: each for each in results}
         if not self.results:
-            raise ConfigError(f"{paths.metrics} has no step, so there is nothing to replay in {directory}.")
+            raise ConfigError(f"{paths.metrics} has no steps, so there is nothing to replay in {directory}.")
 
     @property
     def checkpoints(self) -> Storage:
-        """The place of its checkpoints, also where the directory was moved."""
+        """Storage of the run's checkpoints, even if the run directory was moved."""
         return self.paths.checkpoint_storage
 
     @cached_property
@@ -106,12 +106,12 @@ class RecordedRun:
 
     @cached_property
     def attempt_starts(self) -> Sequence[int]:
-        """The steps that were done before each attempt: 0 for the first, and then where the run resumed."""
+        """Number of completed steps at the start of each attempt."""
         starts = (event.get("start_step") for event in self.events if event.get("event") == "start")
         return tuple(start for start in starts if isinstance(start, int))
 
     def find_rollbacks(self, replay_start: ReplayStart) -> tuple[Rollback, ...]:
-        """Return where the run went back to after a beginning, in the order of steps; see [Note: abandoned steps]."""
+        """Return the rollbacks after the start of a replay, in the order of steps; see [Note: abandoned steps]."""
         left: list[tuple[int, int]] = []
         for event in self.events:
             match event:
@@ -123,59 +123,59 @@ class RecordedRun:
         for to, batches in reversed(left):
             if to < replay_start.completed_steps:
                 break
-            # A run that went back further later has left out from there all that was left out until then.
+            # A later rollback to an earlier step also skips the batches that were skipped before it.
             found.append(Rollback(min(to, found[-1].to_step) if found else to, batches))
         return tuple(reversed(found))
 
     def find_resume_step(self, step: int) -> int | None:
-        """Return where the attempt that has done a step began, if it resumed."""
-        # An attempt voids what earlier ones have done from its beginning on.
+        """Return the step from which the attempt that ran `step` resumed; None if it did not resume."""
+        # An attempt replaces the steps of earlier attempts after its start.
         started = [
             start
-            for place, start in enumerate(self.attempt_starts)
-            if all(start <= e for e in self.attempt_starts[place:])
+            for index, start in enumerate(self.attempt_starts)
+            if all(start <= later for later in self.attempt_starts[index:])
         ]
         return max((start for start in started if 0 < start < step), default=None)
 
     def get_result(self, step: int) -> StepResult:
         if step not in self.results:
             raise ConfigError(
-                f"step {step} is none of the run in {self.directory}: {self.paths.metrics.name} has steps "
+                f"step {step} is not a step of the run in {self.directory}: {self.paths.metrics.name} has steps "
                 f"{min(self.results)} to {max(self.results)}. Give one of them."
             )
         return self.results[step]
 
     def find_start(self, step: int) -> ReplayStart:
-        """Return the nearest checkpoint before a step, or the beginning of the run."""
-        for place in list_checkpoints(self.checkpoints):
-            manifest = _read_complete_manifest(place)
+        """Return the newest complete checkpoint before a step, or the start of the run. Raises ConfigError."""
+        for checkpoint in list_checkpoints(self.checkpoints):
+            manifest = _read_complete_manifest(checkpoint)
             if manifest is not None and manifest.step < step:
-                return ReplayStart(manifest.step, place)
-        first, named = min(self.results), self.config.resume_config.source
-        if named not in (AUTO, NEVER) and first > 1:
-            place = self.paths.resolve_checkpoint(named)
-            manifest = read_manifest(place)
+                return ReplayStart(manifest.step, checkpoint)
+        first, source = min(self.results), self.config.resume_config.source
+        if source not in (AUTO, NEVER) and first > 1:
+            checkpoint = self.paths.resolve_checkpoint(source)
+            manifest = read_manifest(checkpoint)
             if manifest.step < step:
-                return ReplayStart(manifest.step, place)
+                return ReplayStart(manifest.step, checkpoint)
         if first == 1:
             return ReplayStart(0, None)
         raise ConfigError(
-            f"there is no whole checkpoint before step {step} in {self.checkpoints}, and the run began at "
-            f"step {first}. Give a step behind a checkpoint; checkpoint.keep_last and keep_every keep more."
+            f"there is no complete checkpoint before step {step} in {self.checkpoints}, and the run started at "
+            f"step {first}. Give a step after a checkpoint; checkpoint.keep_last and keep_every keep more of them."
         )
 
     def get_config(self, step: int) -> RunConfig:
-        """Return the run file by which a step was done; see [Note: whose run file]."""
+        """Return the run file that a step ran with; see [Note: whose run file]."""
         if self.attempt_starts and step <= self.attempt_starts[-1]:
-            for place in reversed(list_checkpoints(self.checkpoints)):
-                manifest = _read_complete_manifest(place)
+            for checkpoint in reversed(list_checkpoints(self.checkpoints)):
+                manifest = _read_complete_manifest(checkpoint)
                 if manifest is not None and manifest.step >= step and "run" in manifest.extra:
-                    return validate_config(RunConfig, manifest.extra["run"], where=f"the run file in {place}")
+                    return validate_config(RunConfig, manifest.extra["run"], where=f"the run file in {checkpoint}")
         return self.config
 
 
 def _read_complete_manifest(checkpoint: Storage) -> Manifest | None:
-    """The manifest of a checkpoint; None where it is incomplete."""
+    """Return the manifest of a checkpoint; None if the checkpoint is incomplete."""
     try:
         return read_manifest(checkpoint)
     except IncompleteCheckpointError:
@@ -183,7 +183,7 @@ def _read_complete_manifest(checkpoint: Storage) -> Manifest | None:
 
 
 def collect_values(result: StepResult) -> dict[str, float]:
-    """Return what must be the same when a step is done again, by name, causes first."""
+    """Return the values of a step that a replay must reproduce, by name, causes before effects."""
     rates = result.learning_rates if len(result.learning_rates) > 1 else {}
     return {
         "num_tokens": result.num_tokens,
@@ -197,25 +197,25 @@ def collect_values(result: StepResult) -> dict[str, float]:
 
 HALF_DTYPES = ("float16", "bfloat16")
 TOLERANCES = {"float64": 1e-9, "float32": 1e-4, "bfloat16": 5e-2}
-"""Relative tolerances of one step in another order of sums; correct code in float64 agrees to 1e-12."""
+"""Relative tolerances of one step with another order of sums; in float64, correct code agrees to 1e-12."""
 EPSILONS = {"float64": 2.2e-16, "float32": 1.2e-7, "bfloat16": 7.8e-3}
 RESULT_FILE = "result.json"
 
 
 @dataclass(frozen=True)
 class ReplayRequest:
-    """What is done again."""
+    """The steps to replay, and how."""
 
     config: RunConfig
     world_size: int
-    step: int  # the last that is done, from 1
+    step: int  # the last step to replay, from 1
     start: ReplayStart
-    output_directory: Path  # where the first rank, or all, leave what they find
+    output_directory: Path  # where the ranks write their results
     rollbacks: tuple[Rollback, ...] = ()
     original_layout: tuple[RunConfig, int] | None = None
-    changed_keys: tuple[str, ...] = ()  # keys of the model that are not those of the run
-    compares_ranks: bool = False  # whether the work of each data rank is done a second time, by another
-    saves_tensors: bool = False  # whether gradients, parameters and outputs of modules of the last step are kept
+    changed_keys: tuple[str, ...] = ()  # keys of the section `model` that differ from the run's
+    compares_ranks: bool = False  # whether another rank repeats the work of each data rank
+    saves_tensors: bool = False  # whether to save gradients, parameters and module outputs of the last step
     results: list[dict[str, Any]] = field(default_factory=list)
 
 
@@ -225,21 +225,21 @@ ReplayRunner: TypeAlias = Callable[[ReplayRequest], dict[str, Any]]
 def build_request(
     run: RecordedRun, step: int, output_directory: Path, *, world_size: int | None = None, saves_tensors: bool = False
 ) -> ReplayRequest:
-    """Return the order to do a step again in its run's layout, on the ranks of a launcher or on new ones (None)."""
+    """Return the request to replay a step in its layout. `world_size`: ranks of the launcher; None: start new ranks."""
     ranks = run.get_result(step).world_size
-    config, beginning = run.get_config(step), run.find_start(step)
+    config, start = run.get_config(step), run.find_start(step)
     if world_size is None:
         _check_can_start(config, ranks, run.directory)
     elif world_size != ranks:
         raise ConfigError(
-            f"step {step} of the run in {run.directory} was done on {ranks} ranks, and there are {world_size} here. "
-            f"Start {ranks}, or give --single for one process."
+            f"step {step} of the run in {run.directory} ran on {ranks} ranks, but there are {world_size} here. "
+            f"Start {ranks} ranks, or give --single to use one process."
         )
     directory = output_directory / "run"
     directory.mkdir()
     if run.paths.reference_log_probs.is_file():
         own = RunDirectory(directory)
-        own.record_created_names()  # the copy counts as the replay's own, which may be replaced
+        own.record_created_names()  # so that the replay may replace the copy
         shutil.copy2(run.paths.reference_log_probs, own.reference_log_probs)
     changes = {
         "output_dir": str(directory),
@@ -253,14 +253,14 @@ def build_request(
         "elastic": None,
         "launch": None,
     }
-    went_back = run.find_rollbacks(beginning)
+    rollbacks = run.find_rollbacks(start)
     return ReplayRequest(
         config.model_copy(update=changes),
         ranks,
         step,
-        beginning,
+        start,
         output_directory,
-        went_back,
+        rollbacks,
         saves_tensors=saves_tensors,
     )
 
@@ -272,9 +272,9 @@ def _check_can_start(config: RunConfig, ranks: int, directory: Path) -> None:
 
     if find_device(config.device).type != "cpu" and ranks > torch.accelerator.device_count():
         raise ConfigError(
-            f"the run in {directory} was done on {ranks} ranks, and this machine has "
+            f"the run in {directory} ran on {ranks} ranks, but this machine has "
             f"{torch.accelerator.device_count()} accelerators ({count_local_ranks(config)} ranks would be started). "
-            f"Start {ranks} by torchrun, or give --single."
+            f"Start {ranks} ranks with torchrun, or give --single."
         )
 
 
@@ -284,7 +284,7 @@ def resolve_degrees(config: RunConfig, world_size: int) -> Degrees:
 
 
 def to_single_process(request: ReplayRequest) -> ReplayRequest:
-    """Return the order for `single`, which does the work of all data ranks in turn."""
+    """Return the request for the strategy `single`: one process does the work of all data ranks in turn."""
     config, degrees = request.config, resolve_degrees(request.config, request.world_size)
     changes = {
         **{name: each.default for name, each in MeshSizes.model_fields.items()},
@@ -299,7 +299,7 @@ def to_single_process(request: ReplayRequest) -> ReplayRequest:
 
 
 def to_float64(request: ReplayRequest) -> ReplayRequest:
-    """Return the order for float64, whatever the strategy's options say of dtypes."""
+    """Return the request in float64, without the options of strategies that set dtypes."""
     config = request.config
     changes = {
         "model": {**config.model, "dtype": "float64"},
@@ -315,7 +315,7 @@ def _drop_dtype_options(options: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def disable_dropout(request: ReplayRequest, model: Mapping[str, Any]) -> ReplayRequest:
-    """Return the order without dropout; `model` is the configuration of the run's model."""
+    """Return the request without dropout. `model`: the keys of the Hugging Face configuration, with their values."""
     section, found = dict(request.config.model), find_dropout_keys(model)
     section.update(dict.fromkeys(found, 0.0))
     if isinstance(adapter := section.get("peft"), Mapping) and adapter.get("lora_dropout"):
@@ -333,7 +333,7 @@ def find_dropout_keys(model: Mapping[str, Any]) -> list[str]:
 
 
 def find_precision(config: RunConfig) -> str:
-    """Return the coarsest dtype in which a run computes."""
+    """Return the dtype of lowest precision that a run uses; float16 counts as bfloat16."""
     options, dtype = str([config.strategy_config, config.wrapper_config]), config.model.get("dtype", "float32")
     if any(each in options for each in HALF_DTYPES) or dtype in HALF_DTYPES:
         return "bfloat16"

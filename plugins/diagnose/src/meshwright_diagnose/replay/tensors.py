@@ -1,11 +1,11 @@
-"""Keep parameters, gradients and outputs of modules of a step in files, and compare those of two replays.
+"""Save parameters, gradients and module outputs of a step, and compare those of two replays.
 
-[Note: a gradient as state] A strategy describes optimizer state by name, in chunks. So a gradient that is put into that
-state for a moment is described as chunks of a full tensor, under the names of the unwrapped model.
+[Note: a gradient as state] A strategy describes optimizer state by parameter name, as chunks of full tensors. A
+gradient that is stored in that state temporarily is described in the same way, under the names of the unwrapped model.
 
-[Note: full outputs] Ranks of data have rows of their own, one after the other. Along `tp` an output is full on each
-rank, or a part of the positions, or a part of the features, which is left out. Along `cp` positions are dealt out in
-another order, and nothing is kept.
+[Note: full outputs] Data ranks have different rows. Along `tp`, an output is full on every rank, or split by positions,
+or split by features; those split by features are left out. Along `cp`, positions are in another order, and no outputs
+are saved.
 """
 
 from __future__ import annotations
@@ -38,12 +38,12 @@ from .rank_comparison import TENSOR_TYPES, get_first_output
 
 BUCKET_BYTES = 1 << 25
 NAMES_FILE = "names.json"
-MAX_OUTPUT_BYTES = 1 << 30  # Of outputs on one rank; if they take more, none are kept
+MAX_OUTPUT_BYTES = 1 << 30  # Maximum size of the outputs on one rank; if they are larger, none are saved
 _KEY = "meshwright_gradient"
 
 
 class RecordingOptimizerFactory(ConfiguredOptimizer):
-    """The factory of a run file's optimizer, which keeps what it has `made`: one for each part of the model here."""
+    """Factory of a run file's optimizer that records the optimizers it creates, one per model part of this rank."""
 
     optimizers: list[Optimizer]
 
@@ -58,7 +58,7 @@ class RecordingOptimizerFactory(ConfiguredOptimizer):
 
 
 def save_gradients(manager: StrategyManager, optimizers: RecordingOptimizerFactory, directory: Path) -> None:
-    """Save the gradients that the optimizers are about to step with, zeros where there is none. Collective."""
+    """Save the gradients of the next optimizer step; a missing gradient counts as zeros. Collective."""
     members = [member for each in optimizers.optimizers for member in get_members(each)]
     stepped = [(each, p) for each in members for group in each.param_groups for p in group["params"]]
     for optimizer, parameter in stepped:
@@ -77,12 +77,12 @@ def save_gradients(manager: StrategyManager, optimizers: RecordingOptimizerFacto
 
 
 def save_parameters(manager: StrategyManager, directory: Path) -> None:
-    """Save all parameters, as the model computes with them. Collective."""
+    """Save all full parameters, with the values that the model computes with. Collective."""
     _save(manager.iter_parameters(bucket_bytes=BUCKET_BYTES), manager, directory)
 
 
 def _save(tensors: Iterator[tuple[str, Tensor]], manager: StrategyManager, directory: Path) -> None:
-    """Save a file for each on the first rank, one after the other, so that only one is held in full."""
+    """Save one file per tensor on rank 0. Only one full tensor is in memory at a time."""
     is_first, names = manager.mesh.rank == 0, list[str]()
     if is_first:
         directory.mkdir(exist_ok=True)
@@ -94,15 +94,15 @@ def _save(tensors: Iterator[tuple[str, Tensor]], manager: StrategyManager, direc
         (directory / NAMES_FILE).write_text(json.dumps(names), encoding="utf-8")
 
 
-# -- outputs of modules, of N rows of a step with S positions
+# -- outputs of modules
 
 
 class OutputRecorder:
-    """Context manager around one step that keeps the outputs of each module in training, on this rank."""
+    """Record the outputs of this rank's modules in one training step. A context manager."""
 
     def __init__(self, manager: StrategyManager) -> None:
         self._mesh, self._parts = manager.mesh, tuple(manager.model_parts)
-        # A stage of a pipeline has placeholders where others have modules.
+        # A pipeline stage has placeholders without parameters for modules of other stages.
         in_stages = self._mesh.degrees.pp > 1
         self._names = {
             id(module): name
@@ -114,7 +114,7 @@ class OutputRecorder:
         self._calls = dict.fromkeys(range(len(self._parts)), 0)
         self._bytes = 0
         self._handles: list[Any] = []
-        self.reason = "positions are dealt out over the ranks of cp" if self._mesh.degrees.cp > 1 else ""
+        self.reason = "positions are divided over the ranks of cp" if self._mesh.degrees.cp > 1 else ""
 
     def __enter__(self) -> OutputRecorder:
         for number, part in enumerate(self._parts if not self.reason else ()):
@@ -135,25 +135,25 @@ class OutputRecorder:
         return count
 
     def _make_output_hook(self, number: int) -> Any:
-        def note(module: nn.Module, _: Any, output: Any) -> None:
+        def record(module: nn.Module, _: Any, output: Any) -> None:
             first = get_first_output(output)
-            found = self._outputs[self._names[id(module)]]
-            # What is recomputed is kept already.
-            if not module.training or len(found) >= self._calls[number] or type(first) not in TENSOR_TYPES:
+            recorded = self._outputs[self._names[id(module)]]
+            # Recomputed outputs are recorded already.
+            if not module.training or len(recorded) >= self._calls[number] or type(first) not in TENSOR_TYPES:
                 return
             if isinstance(first, DTensor):
                 first = first.to_local()
             self._bytes += first.nbytes
             if self._bytes > MAX_OUTPUT_BYTES:
-                self.reason = f"outputs take more than {MAX_OUTPUT_BYTES >> 20} MiB on a rank"
+                self.reason = f"outputs exceed {MAX_OUTPUT_BYTES >> 20} MiB on a rank"
                 self._outputs.clear()
                 return
-            found.append(first.detach().to("cpu", copy=True))
+            recorded.append(first.detach().to("cpu", copy=True))
 
-        return note
+        return record
 
     def save(self, directory: Path, drawn: Sequence[Batch]) -> None:
-        """Save them in a file of this rank, with the rows of its microbatches."""
+        """Save the outputs and the rows of this rank's micro-batches to a file of this rank."""
         mesh = self._mesh
         rows = [torch.stack(pair) for batch in drawn for pair in zip(batch["input_ids"], batch["labels"], strict=True)]
         outputs = {} if self.reason else {name: _join_rows(each, len(rows)) for name, each in self._outputs.items()}
@@ -169,7 +169,7 @@ class OutputRecorder:
 
 
 def _join_rows(parts: Sequence[Tensor], count: int) -> list[Tensor] | None:
-    """The rows of an output, perhaps of several lengths; a pipeline's padding rows come last and are dropped."""
+    """Return the rows of an output, which may differ in length, without a pipeline's padding rows at the end."""
     if not parts or any(each.dim() < 2 or not each.is_floating_point() for each in parts):
         return None
     rows = [row for part in parts for row in part]
@@ -178,7 +178,7 @@ def _join_rows(parts: Sequence[Tensor], count: int) -> list[Tensor] | None:
 
 @dataclass(frozen=True)
 class RecordedOutputs:
-    """The rows of a step, by their bytes, with counts, and outputs by module and row, or why there are none."""
+    """Counts of a step's rows by their bytes, outputs by module and row, and the reason if there are no outputs."""
 
     rows: Mapping[bytes, int]
     outputs: Mapping[str, dict[bytes, Tensor]]
@@ -206,7 +206,7 @@ def load_outputs(directory: Path) -> RecordedOutputs:
 
 
 def _make_row_key(row: Tensor) -> bytes:
-    """Token ids and labels without padding, which is longer next to longer rows: one column, again and again."""
+    """Return the bytes of token ids and labels without padding: a repeated last column, as long as other rows need."""
     length = row.shape[1]
     while length > 1 and torch.equal(row[:, length - 1], row[:, length - 2]):
         length -= 1
@@ -214,14 +214,14 @@ def _make_row_key(row: Tensor) -> bytes:
 
 
 def _unshard(parts: Sequence[list[Tensor] | None], lengths: Sequence[int]) -> list[Tensor] | None:
-    """The rows of an output from those of the ranks of `tp`; None where it is divided in another way."""
+    """Join the rows of an output from the ranks of `tp`; return None if it is not full or split by positions."""
     found = []
     for row, length in enumerate(lengths):
         pieces = [part[row] for part in parts if part is not None and len(part) > row]
         if len(pieces) != len(parts):
             return None
         if all(piece.shape[0] == length for piece in pieces):
-            # Features that are divided differ from rank to rank.
+            # An output that is split by features differs between ranks.
             if any(not torch.equal(piece, pieces[0]) for piece in pieces[1:]):
                 return None
             found.append(pieces[0])
@@ -237,7 +237,7 @@ def _unshard(parts: Sequence[list[Tensor] | None], lengths: Sequence[int]) -> li
 
 @dataclass(frozen=True)
 class TensorDiff:
-    """The largest difference of two tensors, relative to their largest element, or why they cannot be compared."""
+    """Largest difference of two tensors, also relative to their largest element, or why they cannot be compared."""
 
     name: str
     absolute: float
@@ -247,7 +247,7 @@ class TensorDiff:
 
 @dataclass(frozen=True)
 class TensorDiffs:
-    """Of `count` tensors in the order of the model: how many are beyond the tolerance, the first, and the largest."""
+    """Comparison of tensors in model order: number beyond the tolerance, first of them, and largest difference."""
 
     num_tensors: int
     first: TensorDiff | None
@@ -256,7 +256,7 @@ class TensorDiffs:
 
 
 def compare_tensors(name: str, one: Tensor, other: Tensor) -> TensorDiff:
-    """Return how far two tensors are apart, in float64; elements that are NaN in both are equal."""
+    """Return the difference of two tensors, computed in float64; elements that are NaN in both are equal."""
     if one.shape != other.shape:
         return TensorDiff(name, torch.inf, torch.inf, f"shape {tuple(one.shape)} against {tuple(other.shape)}")
     if not one.numel():
@@ -268,7 +268,7 @@ def compare_tensors(name: str, one: Tensor, other: Tensor) -> TensorDiff:
 
 
 def compare_saved_tensors(one: Path, other: Path, tolerance: float) -> TensorDiffs:
-    """Compare what two replays have saved, by name, with a relative tolerance."""
+    """Compare the tensors that two replays have saved, by name, with a relative tolerance."""
     mine, theirs = (
         {name: path / f"{number}.pt" for number, name in enumerate(json.loads((path / NAMES_FILE).read_text("utf-8")))}
         for path in (one, other)
@@ -279,13 +279,13 @@ def compare_saved_tensors(one: Path, other: Path, tolerance: float) -> TensorDif
             pair = (torch.load(each, weights_only=True, mmap=True) for each in (path, theirs.pop(name)))
             found.append(compare_tensors(name, *pair))
         else:
-            found.append(TensorDiff(name, torch.inf, torch.inf, "the second run has none of that name"))
-    found += [TensorDiff(name, torch.inf, torch.inf, "the first run has none of that name") for name in theirs]
+            found.append(TensorDiff(name, torch.inf, torch.inf, "the second run has no tensor of this name"))
+    found += [TensorDiff(name, torch.inf, torch.inf, "the first run has no tensor of this name") for name in theirs]
     return _summarize(found, tolerance)
 
 
 def compare_outputs(one: RecordedOutputs, other: RecordedOutputs, tolerance: float) -> TensorDiffs:
-    """Compare outputs of modules that both replays have in full, in the order in which the first has computed them."""
+    """Compare the module outputs that both replays have in full, in the order of the first replay."""
     found: list[TensorDiff] = []
     for name, rows in one.outputs.items():
         theirs = other.outputs.get(name)

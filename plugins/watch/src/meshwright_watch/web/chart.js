@@ -1,9 +1,9 @@
-// Lines, bars or dots over steps or ranks: a picture by uPlot with a legend that tells the values at the cursor, a table
-// in its place, and keys.
+// Charts of lines, bars or dots over steps or ranks, drawn by uPlot, with a legend of the values at the cursor, a table,
+// and keys.
 
 import {h, colour, nearest, table, count, short} from "./dom.js";
 
-// What all pictures of steps show: null for all steps.
+// The range of steps that all charts of steps show; null: all steps.
 export class View {
   constructor() { this.range = null; this.listeners = []; this.sync = uPlot.sync("steps"); }
   set(range) { this.range = range; this.listeners.forEach(listener => listener(range)); }
@@ -11,14 +11,14 @@ export class View {
 
 const HEIGHT = 210;
 const TABLE_ROWS = 200;
-// So that sizes in memory have round numbers at the axis.
+// Tick increments that give round numbers of bytes.
 const BINARY = Array.from({length: 52}, (_, power) => 2 ** power);
 const dashes = {dashed: [6, 4]};
 
 export class Chart {
-  // options: title, about, format, axisFormat, of ("step" or "rank"), view, log (to begin with), stacked, bars,
-  // fromZero, isBytes, marks (draws more), labels (whether these have words), hides (what is not shown to begin with), tools,
-  // empty (what stands there without lines)
+  // options: title, about, format, axisFormat, of ("step" or "rank"), view, log (scale at first), stacked, bars,
+  // fromZero, isBytes, marks (draws markers), labels (whether markers have labels), hides (series hidden at first), tools,
+  // empty (text of a chart without data)
   constructor(options) {
     this.options = {of: "step", format: short, ...options};
     this.isLog = Boolean(options.log);
@@ -26,11 +26,11 @@ export class Chart {
     this.hidden = new Set(options.hides || []);
     this.signature = "";
     this.cursorAt = null;
-    const press = (key, act, label) => h("button", {type: "button", "aria-pressed": "false", "aria-label": `${label}: ${options.title}`, onclick: act}, key);
-    this.logButton = options.stacked || options.bars ? null : press("log", () => this.toggleLog(), "Logarithmic scale");
-    this.tableButton = press("table", () => this.toggleTable(), "Numbers as a table");
+    const makeButton = (text, act, label) => h("button", {type: "button", "aria-pressed": "false", "aria-label": `${label}: ${options.title}`, onclick: act}, text);
+    this.logButton = options.stacked || options.bars ? null : makeButton("log", () => this.toggleLog(), "Logarithmic scale");
+    this.tableButton = makeButton("table", () => this.toggleTable(), "Numbers as a table");
     this.legend = h("ul", {class: "legend"});
-    this.plot = h("div", {class: "plot", tabindex: "0", role: "group", "aria-roledescription": "picture",
+    this.plot = h("div", {class: "plot", tabindex: "0", role: "group", "aria-roledescription": "chart",
       "aria-label": `${options.title}${options.about ? " (" + options.about + ")" : ""}. Arrow keys move the cursor, t shows a table.`,
       onkeydown: event => this.key(event)});
     this.said = h("p", {class: "said", "aria-live": "polite", hidden: true});
@@ -47,7 +47,7 @@ export class Chart {
     this.size.observe(this.plot);
   }
 
-  // series: label, colour (name of a variable), x, y, dots, dashed, width, key
+  // series: label, colour (name of a CSS variable), x, y, dots, dashed, width, key
   update(series) {
     this.given = series;
     const shown = series.filter(each => !this.hidden.has(each.label));
@@ -56,7 +56,7 @@ export class Chart {
     const data = this.data(shown);
     if (!shown.some(each => each.x.length)) {
       this.drop();
-      this.plot.replaceChildren(h("p", {class: "empty"}, series.length ? "nothing is shown" : this.options.empty || "nothing yet"));
+      this.plot.replaceChildren(h("p", {class: "empty"}, series.length ? "all series are hidden" : this.options.empty || "no data yet"));
       this.entries(series);
       return;
     }
@@ -68,7 +68,7 @@ export class Chart {
       this.draw(data, shown);
       this.entries(series);
     }
-    this.tell();
+    this.showValues();
     if (!this.numbers.hidden) this.fillTable();
   }
 
@@ -78,7 +78,7 @@ export class Chart {
     if (this.isLog) joined = [joined[0], ...joined.slice(1).map(column => column.map(value => value > 0 ? value : value === undefined ? undefined : null))];
     if (!this.options.stacked) return joined;
     const sums = new Array(joined[0].length).fill(0);
-    return [joined[0], ...joined.slice(1).map(column => column.map((value, place) => sums[place] += value || 0))];
+    return [joined[0], ...joined.slice(1).map(column => column.map((value, index) => sums[index] += value || 0))];
   }
 
   range() {
@@ -109,7 +109,7 @@ export class Chart {
     const {of, view, stacked, bars} = this.options;
     const ink = () => colour("quiet"), lines = () => ({stroke: colour("grid"), width: 1});
     const format = this.options.axisFormat || this.options.format;
-    const series = shown.map((each, place) => ({
+    const series = shown.map((each, index) => ({
       label: each.label,
       scale: "y",
       stroke: () => colour(each.colour),
@@ -118,10 +118,10 @@ export class Chart {
       fill: stacked || bars ? () => colour(each.colour) + (stacked ? "" : "b8") : undefined,
       paths: bars && !each.dots ? uPlot.paths.bars({size: [0.72, 60], align: 0}) : each.dots ? () => null : undefined,
       points: {show: Boolean(each.dots) || undefined, size: each.dots || 5, fill: () => colour(each.colour), stroke: () => colour(each.colour)},
-      order: place,
+      order: index,
     }));
-    // What is stacked is drawn from the top down, so that each area hides what is below its lower edge.
-    const places = shown.map((_, place) => stacked ? shown.length - 1 - place : place);
+    // Stacked areas are drawn from the top down, so that each covers the lower part of the area above it.
+    const places = shown.map((_, index) => stacked ? shown.length - 1 - index : index);
     this.order = places;
     const drawn = new uPlot({
       width: this.plot.clientWidth || 400,
@@ -148,7 +148,7 @@ export class Chart {
           ...(this.options.isBytes && !this.isLog ? {incrs: BINARY} : {}),
           values: (u, ticks) => ticks.map(tick => tick === null ? "" : format(tick))},
       ],
-      series: [{label: of}, ...places.map(place => series[place])],
+      series: [{label: of}, ...places.map(index => series[index])],
       hooks: {
         setSelect: [u => {
           if (u.select.width > 4) {
@@ -160,13 +160,13 @@ export class Chart {
         setCursor: [u => {
           const left = u.cursor.left;
           this.cursorAt = left >= 0 ? Math.round(u.posToVal(left, "x")) : null;
-          this.tell();
+          this.showValues();
         }],
         draw: [u => this.options.marks?.(u, this.options.labels)],
       },
-    }, [data[0], ...places.map(place => data[place + 1])], this.plot);
+    }, [data[0], ...places.map(index => data[index + 1])], this.plot);
     const set = drawn.setData.bind(drawn);
-    drawn.setData = (given, rescales) => set([given[0], ...places.map(place => given[place + 1])], rescales);
+    drawn.setData = (given, rescales) => set([given[0], ...places.map(index => given[index + 1])], rescales);
     this.drawn = drawn;
   }
 
@@ -199,15 +199,15 @@ export class Chart {
     [...this.legend.querySelectorAll("button")].find(button => button.textContent === label)?.focus();
   }
 
-  tell() {
+  showValues() {
     if (!this.values) return;
     const at = this.cursorAt, {of, format} = this.options;
     this.at.textContent = at === null ? (of === "step" ? "last values" : "") : `${of} ${count(at)}`;
     for (const {label, x, y} of this.series) {
-      const place = at === null ? x.length - 1 : nearest(x, at);
-      const is_far = at !== null && (of === "rank" ? x[place] !== at : false);
+      const index = at === null ? x.length - 1 : nearest(x, at);
+      const isFar = at !== null && (of === "rank" ? x[index] !== at : false);
       const value = this.values.get(label);
-      if (value) value.textContent = !x.length || is_far || at === null && of === "rank" ? "" : format(y[place]);
+      if (value) value.textContent = !x.length || isFar || at === null && of === "rank" ? "" : format(y[index]);
     }
   }
 
@@ -250,12 +250,12 @@ export class Chart {
     this.to(nearest(points, this.cursorAt) + by);
   }
 
-  to(place) {
+  to(index) {
     const points = this.points();
-    const at = points[Math.max(0, Math.min(points.length - 1, place))];
+    const at = points[Math.max(0, Math.min(points.length - 1, index))];
     this.drawn.setCursor({left: this.drawn.valToPos(at, "x"), top: this.drawn.over.clientHeight / 2}, true, true);
     this.cursorAt = at;
-    this.tell();
+    this.showValues();
   }
 
   zoom(factor) {
@@ -276,7 +276,7 @@ export class Chart {
     this.update(this.given);
   }
 
-  // -- the same as a table
+  // -- table
 
   toggleTable() {
     this.numbers.hidden = !this.numbers.hidden;
@@ -288,14 +288,14 @@ export class Chart {
   fillTable() {
     const [low, high] = this.series.length ? this.range() : [0, 0];
     const rows = new Map();
-    this.series.forEach(({x, y}, column) => x.forEach((at, place) => {
+    this.series.forEach(({x, y}, column) => x.forEach((at, index) => {
       if (at < low || at > high) return;
       if (!rows.has(at)) rows.set(at, new Array(this.series.length).fill(""));
-      rows.get(at)[column] = this.options.format(y[place]);
+      rows.get(at)[column] = this.options.format(y[index]);
     }));
     const all = [...rows].sort((a, b) => a[0] - b[0]), every = Math.ceil(all.length / TABLE_ROWS);
-    const kept = all.filter((_, place) => place % every === 0 || place === all.length - 1);
-    const caption = `${this.options.title}: ${kept.length === all.length ? "all points that are drawn" : `${kept.length} of ${all.length} points that are drawn`}`;
+    const kept = all.filter((_, index) => index % every === 0 || index === all.length - 1);
+    const caption = `${this.options.title}: ${kept.length === all.length ? "all drawn points" : `${kept.length} of ${all.length} drawn points`}`;
     this.numbers.replaceChildren(table(caption, [this.options.of, ...this.series.map(each => each.label)], kept.map(([at, values]) => [count(at), ...values])));
   }
 

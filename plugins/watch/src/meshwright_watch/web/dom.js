@@ -1,4 +1,4 @@
-// Elements, numbers as texts, and questions to the server. Texts of runs go into elements as texts, never as HTML.
+// DOM elements, number formats, and requests to the server. Texts of runs are inserted as text, never as HTML.
 
 export const h = (tag, options = {}, ...children) => {
   const element = document.createElement(tag);
@@ -13,19 +13,19 @@ export const h = (tag, options = {}, ...children) => {
   return element;
 };
 
-export const ask = async (what, parameters = {}) => {
+export const fetchJson = async (name, parameters = {}) => {
   const query = new URLSearchParams();
-  for (const [name, value] of Object.entries(parameters))
-    for (const each of Array.isArray(value) ? value : [value]) if (each !== null && each !== undefined) query.append(name, each);
-  const answer = await fetch(`/api/${what}?${query}`);
-  if (!answer.ok) throw new Error(`${what}: ${answer.status}`);
-  return answer.json();
+  for (const [key, value] of Object.entries(parameters))
+    for (const each of Array.isArray(value) ? value : [value]) if (each !== null && each !== undefined) query.append(key, each);
+  const response = await fetch(`/api/${name}?${query}`);
+  if (!response.ok) throw new Error(`${name}: ${response.status}`);
+  return response.json();
 };
 
-let known = {};
+let colourCache = {};
 export const colour = name =>
-  known[name] ??= getComputedStyle(document.documentElement).getPropertyValue("--" + name).trim() || "#888888";
-export const forgetColours = () => { known = {}; };
+  colourCache[name] ??= getComputedStyle(document.documentElement).getPropertyValue("--" + name).trim() || "#888888";
+export const forgetColours = () => { colourCache = {}; };
 
 // -- numbers
 
@@ -70,11 +70,11 @@ export const percent = value => value === null || value === undefined ? "–" : 
 export const table = (caption, heads, rows, {texts = [0], wraps = []} = {}) => h("div", {class: "scroll", tabindex: "0", role: "region", "aria-label": caption},
   h("table", {},
     h("caption", {}, caption),
-    h("thead", {}, h("tr", {}, heads.map((head, place) => h("th", {scope: "col", class: texts.includes(place) ? "text" : null}, head)))),
-    h("tbody", {}, rows.map(row => h("tr", {}, row.map((cell, place) =>
-      h("td", {class: [texts.includes(place) && "text", wraps.includes(place) && "wrap"].filter(Boolean).join(" ") || null}, cell)))))));
+    h("thead", {}, h("tr", {}, heads.map((head, index) => h("th", {scope: "col", class: texts.includes(index) ? "text" : null}, head)))),
+    h("tbody", {}, rows.map(row => h("tr", {}, row.map((cell, index) =>
+      h("td", {class: [texts.includes(index) && "text", wraps.includes(index) && "wrap"].filter(Boolean).join(" ") || null}, cell)))))));
 
-// The place of the value that is nearest in ascending numbers.
+// Index of the number nearest to a value, in ascending numbers.
 export const nearest = (numbers, value) => {
   let low = 0, high = numbers.length - 1;
   while (high - low > 1) {

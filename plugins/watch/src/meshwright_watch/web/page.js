@@ -1,6 +1,6 @@
-// The page: asks for news every second, and draws what is new of the runs that are shown.
+// The page: polls for new data every second, and draws the shown runs.
 
-import {h, ask, colour, forgetColours, count, short, plain, seconds, bytes, percent, table} from "./dom.js";
+import {h, fetchJson, colour, forgetColours, count, short, plain, seconds, bytes, percent, table} from "./dom.js";
 import {Chart, View} from "./chart.js";
 import {Compare} from "./compare.js";
 import {Ranks} from "./ranks.js";
@@ -16,32 +16,32 @@ const STATES = {running: "running", done: "done", failed: "failed", lost: "ended
 const view = new View();
 const runs = [];
 const panels = {};
-let parted = new Map(), isPaused = false, isBusy = false, isStale = false, charts = [], drawnAt = 0;
+let divergences = new Map(), isPaused = false, isBusy = false, isStale = false, charts = [], drawnAt = 0;
 
-// -- pictures of all runs that are shown
+// -- charts of all shown runs
 
 const lines = (name, label) => run => run.series[name] ? [{label: label(run), colour: run.variable, ...run.series[name]}] : [];
 const only = run => run.state.name;
 
-// Checkpoints, restarts, faults and the first differing steps; with words, each word in a row where it hides no other.
+// Draw checkpoints, restarts, faults and first differing steps; labels go into rows, so that they do not overlap.
 const marks = (u, hasLabels) => {
   const rows = [];
-  const say = (words, x) => {
+  const drawLabel = (text, x) => {
     if (!hasLabels) return;
-    const wide = pen.measureText(words).width + 10 * ratio, isLeft = x + wide > bbox.left + bbox.width, from = isLeft ? x - wide : x;
+    const wide = pen.measureText(text).width + 10 * ratio, isLeft = x + wide > bbox.left + bbox.width, from = isLeft ? x - wide : x;
     let row = rows.findIndex(last => last.every(([low, high]) => from >= high || from + wide <= low));
     if (row < 0) row = rows.push([]) - 1;
     rows[row].push([from, from + wide]);
     pen.textAlign = isLeft ? "right" : "left";
-    // On a ground of its own, so that lines do not run through it.
+    // An outline in the background colour keeps it readable over lines.
     const ink = pen.strokeStyle;
     pen.strokeStyle = colour("card");
     pen.setLineDash([]);
     pen.lineWidth = 4 * ratio;
     pen.lineJoin = "round";
-    pen.strokeText(words, x + (isLeft ? -5 : 5) * ratio, bbox.top + (9 + 14 * row) * ratio);
+    pen.strokeText(text, x + (isLeft ? -5 : 5) * ratio, bbox.top + (9 + 14 * row) * ratio);
     pen.strokeStyle = ink;
-    pen.fillText(words, x + (isLeft ? -5 : 5) * ratio, bbox.top + (9 + 14 * row) * ratio);
+    pen.fillText(text, x + (isLeft ? -5 : 5) * ratio, bbox.top + (9 + 14 * row) * ratio);
   };
   const {ctx: pen, bbox} = u, {min, max} = u.scales.x, ratio = window.devicePixelRatio || 1;
   const at = step => Math.round(u.valToPos(step, "x", true));
@@ -53,7 +53,7 @@ const marks = (u, hasLabels) => {
     pen.strokeStyle = pen.fillStyle = event.kind === "fault" ? colour("bad") : colour(run.variable);
     pen.lineWidth = 1.4 * ratio;
     if (event.kind === "checkpoint") {
-      // Where they would hide each other, some stand for all.
+      // Skip triangles that would overlap.
       if (x - before < 9 * ratio) continue;
       before = x;
       pen.beginPath();
@@ -68,9 +68,9 @@ const marks = (u, hasLabels) => {
     pen.moveTo(x, bbox.top);
     pen.lineTo(x, low);
     pen.stroke();
-    say(event.kind, x);
+    drawLabel(event.kind, x);
   } }
-  for (const [step, words] of parted) {
+  for (const [step, text] of divergences) {
     pen.setLineDash([2 * ratio, 2 * ratio]);
     if (step < min || step > max) continue;
     const x = at(step);
@@ -80,13 +80,13 @@ const marks = (u, hasLabels) => {
     pen.moveTo(x, bbox.top);
     pen.lineTo(x, bbox.top + bbox.height);
     pen.stroke();
-    say(words, x);
+    drawLabel(text, x);
   }
   pen.restore();
 };
 
-const PICTURES = [
-  {title: "Loss", about: "nats per token, or the objective's own", format: plain, labels: true, lines: run => [
+const CHART_SPECS = [
+  {title: "Loss", about: "nats per token, or the unit of the objective", format: plain, labels: true, lines: run => [
     ...lines("loss", only)(run),
     ...names(run, "evaluations/").flatMap(name => lines(name, () => `${run.state.name}: ${name.slice(12).replaceAll("_", "-")}`)(run)
       .map(each => ({...each, dots: run.series[name].count > 60 ? 4 : 7}))),
@@ -94,14 +94,14 @@ const PICTURES = [
   {title: "Gradient norm", about: "before clipping", format: plain, lines: lines("grad_norm", only), names: () => ["grad_norm"]},
   {title: "Learning rate", about: "by parameter group", format: plain, axisFormat: short, fromZero: true, lines: run => {
     const groups = names(run, "learning_rates/");
-    return groups.length > 1 ? groups.slice(0, 6).flatMap((name, place) => lines(name, () => `${run.state.name}: ${name.slice(15)}`)(run).map(each => ({...each, dashed: place % 2 === 1})))
+    return groups.length > 1 ? groups.slice(0, 6).flatMap((name, index) => lines(name, () => `${run.state.name}: ${name.slice(15)}`)(run).map(each => ({...each, dashed: index % 2 === 1})))
       : lines("learning_rate", only)(run);
   }, names: run => ["learning_rate", ...names(run, "learning_rates/").slice(0, 6)]},
   {title: "Tokens per second", about: "of all ranks", format: short, fromZero: true, lines: lines("tokens_per_second", only), names: () => ["tokens_per_second"]},
-  {title: "Model FLOPs utilization", about: "of the devices' peak", format: percent, fromZero: true, lines: lines("mfu", only), names: () => ["mfu"], needs: "mfu"},
-  {title: "Exposed communication", about: "of rank 0, in steps that measure it", format: seconds, axisFormat: seconds, fromZero: true,
+  {title: "Model FLOPs utilization", about: "fraction of the devices' peak", format: percent, fromZero: true, lines: lines("mfu", only), names: () => ["mfu"], needs: "mfu"},
+  {title: "Exposed communication", about: "of rank 0, in measured steps", format: seconds, axisFormat: seconds, fromZero: true,
     lines: lines("times/exposed_communication", only), names: () => ["times/exposed_communication"], needs: "times/exposed_communication"},
-  {title: "Memory", about: "of rank 0; dashed: now", format: bytes, isBytes: true, fromZero: true, lines: run => {
+  {title: "Memory", about: "of rank 0; dashed: current", format: bytes, isBytes: true, fromZero: true, lines: run => {
     const kind = run.state.names.includes("memory/allocated") ? "allocated" : "host";
     return [...lines(`memory/${kind}_peak`, () => `${run.state.name}: ${kind}, peak`)(run),
       ...lines(`memory/${kind}`, () => `${run.state.name}: ${kind}`)(run).map(each => ({...each, dashed: true}))];
@@ -115,9 +115,9 @@ const points = () => Math.max(300, Math.min(1600, Math.round(byId("panels").clie
 // -- runs
 
 class Run {
-  constructor(place) {
-    this.place = place;
-    this.variable = `run-${place % 8}`;
+  constructor(index) {
+    this.index = index;
+    this.variable = `run-${index % 8}`;
     this.isShown = true;
     this.series = {};
     this.split = {x: [], columns: {}};
@@ -128,15 +128,15 @@ class Run {
     this.card = h("article", {class: "run", colour: `var(--${this.variable})`});
   }
 
-  // One card: a button that shows and hides, what the run is, and its last numbers.
-  tell() {
+  // The card of a run: a button that shows or hides it, its description, and its last values.
+  updateCard() {
     const {state} = this, {last} = state;
     if (!this.button) {
-      this.button = h("button", {type: "button", title: "show or hide its lines", onclick: () => this.toggle()});
+      this.button = h("button", {type: "button", title: "show or hide this run", onclick: () => this.toggle()});
       this.badge = h("span", {class: "badge"});
       this.about = h("p", {class: "about"});
       this.why = h("p", {class: "why"});
-      this.bar = h("progress", {"aria-label": "Steps done"});
+      this.bar = h("progress", {"aria-label": "Completed steps"});
       this.facts = h("dl", {class: "facts"});
       this.note = h("p", {class: "note"});
       this.card.append(h("h2", {}, this.button, this.badge), this.about, this.bar, this.why, this.facts, this.note);
@@ -155,27 +155,27 @@ class Run {
     this.bar.value = state.step;
     const left = state.steps && state.state === "running" && last.seconds ? (state.steps - state.step) * last.seconds : null;
     const facts = [["step", state.steps ? `${count(state.step)} / ${count(state.steps)}` : count(state.step)], ["loss", plain(last.loss)],
-      last.mfu !== undefined ? ["MFU", percent(last.mfu)] : ["tokens/s", short(last.tokens_per_second)], left !== null ? ["left", seconds(left)] : ["step takes", seconds(last.seconds)]];
+      last.mfu !== undefined ? ["MFU", percent(last.mfu)] : ["tokens/s", short(last.tokens_per_second)], left !== null ? ["time left", seconds(left)] : ["step time", seconds(last.seconds)]];
     this.facts.replaceChildren(...facts.flatMap(([name, value]) => [h("dt", {}, name), h("dd", {}, value)]));
     const [read, size] = state.read;
-    this.note.textContent = [size - read > 1 << 20 && `reading: ${percent(read / size)}`, state.num_unreadable && `${count(state.num_unreadable)} lines of metrics cannot be read, and are left out`,
-      state.has_omitted_columns && "there are more columns than can be shown"].filter(Boolean).join("; ");
+    this.note.textContent = [size - read > 1 << 20 && `reading: ${percent(read / size)}`, state.num_unreadable && `${count(state.num_unreadable)} lines of metrics cannot be read and are skipped`,
+      state.has_omitted_columns && "some columns are not shown"].filter(Boolean).join("; ");
     this.note.hidden = !this.note.textContent;
   }
 
   toggle() {
     this.isShown = !this.isShown;
-    this.tell();
+    this.updateCard();
     refresh({all: true});
   }
 
   async load() {
-    const {state} = this, wanted = [...new Set(PICTURES.flatMap(picture => picture.names(this)))].filter(name => state.names.includes(name));
-    const parts = names(this, "times/"), own = {run: this.place, points: points(), ...span()}, norms = names(this, "norms/");
+    const {state} = this, wanted = [...new Set(CHART_SPECS.flatMap(spec => spec.names(this)))].filter(name => state.names.includes(name));
+    const parts = names(this, "times/"), own = {run: this.index, points: points(), ...span()}, norms = names(this, "norms/");
     const [series, split, blocks] = await Promise.all([
-      ask("series", {...own, name: wanted}),
-      ask("series", {...own, points: Math.round(points() / 2), by: "seconds", name: ["seconds", ...parts]}),
-      norms.length ? ask("series", {...own, points: 300, name: norms.slice(0, 400)}) : {},
+      fetchJson("series", {...own, name: wanted}),
+      fetchJson("series", {...own, points: Math.round(points() / 2), by: "seconds", name: ["seconds", ...parts]}),
+      norms.length ? fetchJson("series", {...own, points: 300, name: norms.slice(0, 400)}) : {},
     ]);
     this.series = series;
     this.split = split;
@@ -183,7 +183,7 @@ class Run {
   }
 
   async loadEvents() {
-    this.events = await ask("events", {run: this.place});
+    this.events = await fetchJson("events", {run: this.index});
     this.marks = [];
     for (const event of this.events) {
       if (event.event === "checkpoint") this.marks.push({kind: "checkpoint", step: event.step});
@@ -203,7 +203,7 @@ const drawSplit = run => {
   const series = [];
   for (const [name, variable] of PARTS) {
     const y = name === "rest"
-      ? (columns.seconds || []).map((whole, place) => whole === null ? null : Math.max(0, whole - ["data", "forward_backward", "norms", "clip", "read", "optimizer"].reduce((sum, part) => sum + (found(part)?.[place] || 0), 0)))
+      ? (columns.seconds || []).map((whole, index) => whole === null ? null : Math.max(0, whole - ["data", "forward_backward", "norms", "clip", "read", "optimizer"].reduce((sum, part) => sum + (found(part)?.[index] || 0), 0)))
       : found(name);
     if (y?.some(value => value > 0)) series.push({label: name.replaceAll("_", " "), colour: variable, x, y});
   }
@@ -212,11 +212,11 @@ const drawSplit = run => {
 const normsOf = run => own(run, "norms", () => new Chart({title: "Gradient norms by block", about: run.state.name, swatch: `var(--${run.variable})`, format: plain, axisFormat: short, view, log: true}));
 const drawNorms = run => {
   const blocks = Object.entries(run.blocks).filter(([, each]) => each.x.length);
-  blocks.forEach((_, place) => shade(`block-${run.place}-${place}`, place, blocks.length));
-  normsOf(run).update(blocks.map(([name, each], place) => ({label: name.slice(6), colour: `block-${run.place}-${place}`, x: each.x, y: each.y, width: 1.2})));
+  blocks.forEach((_, index) => shade(`block-${run.index}-${index}`, index, blocks.length));
+  normsOf(run).update(blocks.map(([name, each], index) => ({label: name.slice(6), colour: `block-${run.index}-${index}`, x: each.x, y: each.y, width: 1.2})));
 };
-// From the first block to the last, one colour into another.
-const shade = (name, place, number) => document.documentElement.style.setProperty(`--${name}`, `hsl(${Math.round(215 + 150 * place / Math.max(1, number - 1))} 62% ${matchDark() ? 68 : 44}%)`);
+// A gradient of colours from the first block to the last.
+const shade = (name, index, number) => document.documentElement.style.setProperty(`--${name}`, `hsl(${Math.round(215 + 150 * index / Math.max(1, number - 1))} 62% ${matchDark() ? 68 : 44}%)`);
 const matchDark = () => {
   const theme = document.documentElement.dataset.theme;
   return theme ? theme === "dark" : matchMedia("(prefers-color-scheme: dark)").matches;
@@ -232,103 +232,103 @@ const panel = (id, title, about) => {
 };
 
 const build = () => {
-  panels.compare = new Compare(view, found => { parted = found; PICTURES.forEach(picture => picture.chart.redraw()); });
+  panels.compare = new Compare(view, found => { divergences = found; CHART_SPECS.forEach(spec => spec.chart.redraw()); });
   if (runs.length > 1) {
     byId("panels").append(panels.compare.element);
     byId("nav").append(h("a", {href: "#compare"}, "Side by side"));
   }
-  panels.steps = panel("steps", "Steps", "Triangles are checkpoints; dashed lines restarts. Drag to see steps closer. Of many steps the lowest and the highest of each few are drawn, so no spike is lost.");
-  for (const picture of PICTURES) {
-    picture.chart = new Chart({...picture, view, marks});
-    panels.steps.grid.append(picture.chart.element);
+  panels.steps = panel("steps", "Steps", "Triangles mark checkpoints, dashed lines restarts. Drag to zoom in. Charts of many steps keep the minimum and maximum of neighboring steps, so spikes stay visible.");
+  for (const spec of CHART_SPECS) {
+    spec.chart = new Chart({...spec, view, marks});
+    panels.steps.grid.append(spec.chart.element);
   }
-  panels.time = panel("time", "Time", "Where the seconds of rank 0 go, of steps as they were: the fastest and the slowest of each few.");
-  panels.norms = panel("norms", "Blocks", "Norms of the gradients by block, in the steps that measure them.");
-  panels.ranks = panel("ranks", "Ranks", "What each rank says of itself, over the last steps.");
+  panels.time = panel("time", "Time", "Seconds of rank 0 by phase. Of many steps, the fastest and slowest of neighboring steps are shown.");
+  panels.norms = panel("norms", "Blocks", "Gradient norms by block, in measured steps.");
+  panels.ranks = panel("ranks", "Ranks", "Memory and seconds of each rank over its last steps.");
   panels.ranks.grid.classList.add("pairs");
-  panels.pipeline = panel("pipeline", "Pipeline", "What each rank computes when; a number is a microbatch, and paler what is not the rank's first stage.");
+  panels.pipeline = panel("pipeline", "Pipeline", "What each rank computes when. Numbers are micro-batches; stages after the rank's first are paler.");
   panels.events = panel("events", "Events");
 };
 
-const place = ({element, grid, link}, cards) => {
+const showCards = ({element, grid, link}, cards) => {
   element.hidden = link.hidden = !cards.length;
   if (cards.length !== grid.children.length || cards.some((card, index) => grid.children[index] !== card)) grid.replaceChildren(...cards);
 };
 
-// Lets the browser answer keys and pointer between pictures.
+// Let the browser handle input between charts.
 let drawingSince = 0;
-const breathe = async () => {
+const yieldToBrowser = async () => {
   if (performance.now() - drawingSince < 12) return;
-  await new Promise(go => setTimeout(go));
+  await new Promise(resolve => setTimeout(resolve));
   drawingSince = performance.now();
 };
 
 const draw = async () => {
   const visible = shown();
   drawingSince = performance.now();
-  for (const picture of PICTURES) {
-    const has = !picture.needs || visible.some(run => names(run, picture.needs).length);
-    picture.chart.element.hidden = !has;
-    if (has) picture.chart.update(visible.flatMap(run => picture.lines(run)));
-    await breathe();
+  for (const spec of CHART_SPECS) {
+    const has = !spec.needs || visible.some(run => names(run, spec.needs).length);
+    spec.chart.element.hidden = !has;
+    if (has) spec.chart.update(visible.flatMap(run => spec.lines(run)));
+    await yieldToBrowser();
   }
   const timed = visible.filter(run => names(run, "times/").length), normed = visible.filter(run => names(run, "norms/").length);
-  place(panels.time, timed.map(run => splitOf(run).element));
-  for (const run of timed) { drawSplit(run); await breathe(); }
-  place(panels.norms, normed.map(run => normsOf(run).element));
-  for (const run of normed) { drawNorms(run); await breathe(); }
-  place(panels.ranks, visible.filter(run => run.own?.ranks?.found?.ranks.length).flatMap(run => run.own.ranks.elements));
-  place(panels.pipeline, visible.filter(run => run.own?.timeline?.found).map(run => run.own.timeline.element));
+  showCards(panels.time, timed.map(run => splitOf(run).element));
+  for (const run of timed) { drawSplit(run); await yieldToBrowser(); }
+  showCards(panels.norms, normed.map(run => normsOf(run).element));
+  for (const run of normed) { drawNorms(run); await yieldToBrowser(); }
+  showCards(panels.ranks, visible.filter(run => run.own?.ranks?.found?.ranks.length).flatMap(run => run.own.ranks.elements));
+  showCards(panels.pipeline, visible.filter(run => run.own?.timeline?.found).map(run => run.own.timeline.element));
   drawEvents(visible);
-  charts = [...PICTURES.map(picture => picture.chart), panels.compare.chart,
+  charts = [...CHART_SPECS.map(spec => spec.chart), panels.compare.chart,
     ...runs.flatMap(run => Object.values(run.own || {}).flatMap(each => each.charts ? each.charts() : [each]))];
 };
 
 const drawEvents = visible => {
   const reported = visible.flatMap(run => run.events.map(event => ({run, event}))).sort((a, b) => (b.event.time || 0) - (a.event.time || 0));
-  const mark = reported.length + ":" + visible.map(run => run.place);
+  const mark = reported.length + ":" + visible.map(run => run.index);
   if (mark === panels.events.mark) return;
   panels.events.mark = mark;
   const rows = reported.slice(0, 200).map(({run, event}) => [new Date(1000 * (event.time || 0)).toLocaleString(), h("span", {class: "name"}, h("span", {class: "swatch", colour: `var(--${run.variable})`}), run.state.name),
     event.event === "start" && event.start_step > 0 ? "restart" : event.event, typeof (event.step ?? event.start_step) === "number" ? count(event.step ?? event.start_step) : "", words(event)]);
-  place(panels.events, rows.length ? [h("figure", {class: "card"}, table(reported.length > 200 ? `The latest 200 of ${count(reported.length)}` : `${count(reported.length)} event${reported.length > 1 ? "s, the latest first" : ""}`, ["when", "run", "what", "step", ""], rows, {texts: [0, 1, 2, 4], wraps: [4]}))] : []);
+  showCards(panels.events, rows.length ? [h("figure", {class: "card"}, table(reported.length > 200 ? `The latest 200 of ${count(reported.length)}` : `${count(reported.length)} event${reported.length > 1 ? "s, the latest first" : ""}`, ["time", "run", "event", "step", "details"], rows, {texts: [0, 1, 2, 4], wraps: [4]}))] : []);
 };
 const words = event => {
   if (event.event === "evaluation") return Object.entries(event.losses || {}).map(([name, loss]) => `${name} ${plain(loss)}`).join(", ");
-  if (event.event === "checkpoint") return [event.path, typeof event.seconds === "number" && `held the loop up for ${seconds(event.seconds)}`, event.is_best && "among the best"].filter(Boolean).join("; ");
+  if (event.event === "checkpoint") return [event.path, typeof event.seconds === "number" && `paused training for ${seconds(event.seconds)}`, event.is_best && "among the best"].filter(Boolean).join("; ");
   if (event.event === "fault") return `rank ${event.rank}: ${event.error_type}: ${event.message}`;
   if (event.event === "start") return `${event.strategy}, ${event.mesh}, after step ${event.start_step} of ${event.num_steps}`;
   if (event.event === "end") return `${event.reason}, after ${seconds(event.seconds)}`;
   return event.event === "exit" ? `code ${event.code}` : "";
 };
 
-// -- news
+// -- polling
 
 const poll = async () => {
   let more = false;
   if (!isPaused && !document.hidden) {
     try {
-      const found = await ask("state");
+      const found = await fetchJson("state");
       more = found.more;
       if (!runs.length) { found.runs.forEach((_, index) => runs.push(new Run(index))); byId("runs").replaceChildren(...runs.map(run => run.card)); runs.forEach((run, index) => run.state = found.runs[index]); build(); }
-      found.runs.forEach((state, index) => { runs[index].state = state; runs[index].tell(); });
+      found.runs.forEach((state, index) => { runs[index].state = state; runs[index].updateCard(); });
       document.title = runs.map(run => run.state.name).join(", ") + " · meshwright watch";
-      live(found.runs.some(run => run.state === "running") ? "live" : "no run is continuing");
-      // What is read bit by bit is drawn now and then.
+      live(found.runs.some(run => run.state === "running") ? "live" : "no run is active");
+      // While a long file is read in parts, draw only from time to time.
       if (!more || Date.now() - drawnAt > EVERY_MS) {
         await refresh({});
         drawnAt = Date.now();
       }
     } catch (error) {
       console.error(error);
-      live("no answer from meshwright watch; it is asked again");
+      live("no response from meshwright watch; retrying");
     }
   }
   setTimeout(poll, more ? 0 : EVERY_MS);
 };
 const live = words => { const text = isPaused ? "paused" : words; if (byId("live").textContent !== text) byId("live").textContent = text; };
 
-// Load what is new, or all; one at a time, and once more where more was asked for meanwhile.
+// Load new data, or all. Calls do not overlap: a request for all that comes meanwhile is served afterwards.
 const refresh = async ({all = false}) => {
   if (isBusy) { isStale ||= all; return; }
   isBusy = true;
@@ -344,7 +344,7 @@ const refresh = async ({all = false}) => {
         if (run.seen.events !== versions.events) { run.seen.events = versions.events; jobs.push(run.loadEvents()); }
         if (run.state.has_ranks && Date.now() - run.ranksAt > ((run.state.world_size || 1) > 64 ? MANY_RANKS_EVERY_MS : RANKS_EVERY_MS) && (run.state.state === "running" || !run.ranksAt)) {
           run.ranksAt = Date.now();
-          jobs.push(ask("ranks", {run: run.place}).then(found => {
+          jobs.push(fetchJson("ranks", {run: run.index}).then(found => {
             const ranks = own(run, "ranks", () => new Ranks(run, `var(--${run.variable})`, run.state.name, view, () => ({points: points(), ...span()})));
             ranks.update(found);
             return ranks.load();
@@ -365,8 +365,8 @@ const refresh = async ({all = false}) => {
 };
 
 const loadTimeline = async run => {
-  const shows = own(run, "timeline", () => new Timeline(`var(--${run.variable})`, run.state.name, step => { run.timelineStep = step; loadTimeline(run); }));
-  shows.update(await ask("timeline", {run: run.place, step: run.timelineStep ?? null}));
+  const timeline = own(run, "timeline", () => new Timeline(`var(--${run.variable})`, run.state.name, step => { run.timelineStep = step; loadTimeline(run); }));
+  timeline.update(await fetchJson("timeline", {run: run.index, step: run.timelineStep ?? null}));
 };
 
 let waiting = null;
@@ -377,7 +377,7 @@ view.listeners.push(async range => {
   for (const chart of charts) {
     if (view.range !== range) return;
     if (chart.options?.view && chart.drawn) chart.rescale();
-    await new Promise(go => setTimeout(go));
+    await new Promise(resolve => setTimeout(resolve));
   }
 });
 byId("all").addEventListener("click", () => view.set(null));
@@ -386,12 +386,12 @@ byId("all").addEventListener("click", () => view.set(null));
 
 const THEMES = ["system", "light", "dark"];
 let stored = null;
-try { stored = localStorage.getItem("meshwright-theme"); } catch { /* The browser keeps nothing. */ }
+try { stored = localStorage.getItem("meshwright-theme"); } catch { /* Storage is not available. */ }
 const setTheme = theme => {
   if (theme === "system") delete document.documentElement.dataset.theme;
   else document.documentElement.dataset.theme = theme;
   byId("theme").textContent = `Theme: ${theme}`;
-  try { localStorage.setItem("meshwright-theme", theme); } catch { /* The browser keeps nothing. */ }
+  try { localStorage.setItem("meshwright-theme", theme); } catch { /* Storage is not available. */ }
   repaint();
 };
 const repaint = () => { forgetColours(); runs.filter(run => run.own?.norms && run.isShown).forEach(drawNorms); charts.forEach(chart => chart.redraw?.()); };

@@ -1,16 +1,16 @@
-// Memory by rank and seconds by rank of one run, the ranks that are slower than the others, and one rank over its steps.
+// Memory and seconds by rank of one run, stragglers, and the history of one rank.
 
-import {h, ask, bytes, seconds, table, count} from "./dom.js";
+import {h, fetchJson, bytes, seconds, table, count} from "./dom.js";
 import {Chart} from "./chart.js";
 
 const KINDS = {
   allocated_peak: "allocated, peak", allocated: "allocated", reserved_peak: "reserved, peak", reserved: "reserved",
   host_peak: "host, peak", host: "host",
 };
-const words = part => part === "seconds" ? "whole step" : part.replaceAll("_", " ");
+const words = part => part === "seconds" ? "full step" : part.replaceAll("_", " ");
 
 export class Ranks {
-  // window: tells the steps that are shown, and how many points
+  // window: returns the shown range of steps and the number of points
   constructor(run, swatch, names, view, window) {
     this.run = run;
     this.window = window;
@@ -18,16 +18,16 @@ export class Ranks {
     this.column = "seconds";
     this.part = null;
     this.kind = null;
-    this.parts = h("select", {"aria-label": "Part of the step", onchange: () => { this.part = this.parts.value; this.show(); }});
+    this.parts = h("select", {"aria-label": "Phase of the step", onchange: () => { this.part = this.parts.value; this.show(); }});
     this.kinds = h("select", {"aria-label": "Kind of memory", onchange: () => { this.kind = this.kinds.value; this.show(); }});
     this.time = new Chart({title: "Seconds by rank", about: names, of: "rank", format: seconds, axisFormat: seconds, swatch, tools: [this.parts], fromZero: true});
     this.memory = new Chart({title: "Memory by rank", about: names, of: "rank", format: bytes, axisFormat: bytes, swatch, tools: [this.kinds], bars: true, isBytes: true});
     this.which = h("input", {type: "number", min: 0, "aria-label": "Rank to show over its steps",
       onchange: () => this.choose(this.which.value === "" ? null : Number(this.which.value))});
-    this.columns = h("select", {"aria-label": "What of the rank", onchange: () => { this.column = this.columns.value; this.showRank(); }});
+    this.columns = h("select", {"aria-label": "Metric of the rank", onchange: () => { this.column = this.columns.value; this.showRank(); }});
     const format = value => (this.column.startsWith("memory/") ? bytes : seconds)(value);
     this.one = new Chart({title: "One rank over its steps", about: names, format, axisFormat: format, view, swatch, tools: [this.which, this.columns],
-      fromZero: true, empty: "give the number of a rank"});
+      fromZero: true, empty: "enter the number of a rank"});
     this.one.element.classList.add("wide");
     this.columns.hidden = true;
     this.one.update([]);
@@ -69,9 +69,9 @@ export class Ranks {
     }
     const all = found.stragglers, focused = this.slow.contains(document.activeElement) ? document.activeElement.textContent : null;
     this.slow.replaceChildren(all.length
-      ? table(`Stragglers: ${all.length === 100 ? "the first 100" : count(all.length)}. A median that is more than 3.5 scaled median absolute deviations, and 2 % of a step, above that of all ranks`,
-        ["rank", "part of the step", "its median", "of all ranks", "deviations"],
-        all.map(each => [h("button", {type: "button", title: "show over its steps", onclick: () => this.choose(each.rank, each.phase)}, count(each.rank)), words(each.phase), seconds(each.seconds), seconds(each.median), each.deviations === null ? "all others are equal" : each.deviations.toFixed(1)]), {texts: [1]})
+      ? table(`Stragglers: ${all.length === 100 ? "the first 100" : count(all.length)}. Their medians exceed that of all ranks by 3.5 scaled median absolute deviations and by 2 % of a step`,
+        ["rank", "phase", "median", "median of all ranks", "deviations"],
+        all.map(each => [h("button", {type: "button", title: "show the history of this rank", onclick: () => this.choose(each.rank, each.phase)}, count(each.rank)), words(each.phase), seconds(each.seconds), seconds(each.median), each.deviations === null ? "others are equal" : each.deviations.toFixed(1)]), {texts: [1]})
       : h("p", {class: "said"}, ranks.length < 4 ? "Stragglers are reported for four ranks or more." : `No stragglers among ${count(ranks.length)} ranks.`));
     if (focused) [...this.slow.querySelectorAll("button")].find(button => button.textContent === focused)?.focus({preventScroll: true});
   }
@@ -83,14 +83,14 @@ export class Ranks {
     return this.load();
   }
 
-  // What is new of the rank, if one is chosen.
+  // Load the history of the chosen rank, if there is one.
   async load() {
     const {rank} = this;
     if (rank === null || !this.found?.ranks.includes(rank)) {
-      this.one.options.empty = rank === null ? "give the number of a rank" : `rank ${rank} has written nothing`;
+      this.one.options.empty = rank === null ? "enter the number of a rank" : `rank ${rank} has written nothing`;
       this.history = {};
     } else {
-      const {series} = await ask("rank", {run: this.run.place, rank, ...this.window()});
+      const {series} = await fetchJson("rank", {run: this.run.index, rank, ...this.window()});
       if (rank !== this.rank) return;
       this.history = series;
     }

@@ -1,4 +1,4 @@
-// A pipeline's timeline in one step: what each rank has computed when, as measured, and as the schedule has it.
+// The timeline of a pipeline in one step: what each rank computes when, as measured and as scheduled.
 
 import {h, colour, seconds, percent, table, count} from "./dom.js";
 
@@ -8,12 +8,12 @@ const LEFT = 118, ROW = 24, GAP = 4, HEAD = 26;
 export class Timeline {
   constructor(swatch, name, choose) {
     this.cursor = null;
-    this.steps = h("select", {"aria-label": "Step that was measured", onchange: () => choose(this.steps.value === "latest" ? null : Number(this.steps.value))});
+    this.steps = h("select", {"aria-label": "Measured step", onchange: () => choose(this.steps.value === "latest" ? null : Number(this.steps.value))});
     this.tableButton = h("button", {type: "button", "aria-pressed": "false", "aria-label": "Numbers as a table: timeline", onclick: () => this.toggleTable()}, "table");
     this.legend = h("ul", {class: "legend"});
     this.canvas = h("canvas");
-    this.plot = h("div", {class: "plot", tabindex: "0", role: "group", "aria-roledescription": "picture",
-      "aria-label": `Timeline of the pipeline (${name}). Arrow keys go from action to action, t shows a table.`,
+    this.plot = h("div", {class: "plot", tabindex: "0", role: "group", "aria-roledescription": "chart",
+      "aria-label": `Timeline of the pipeline (${name}). Arrow keys select an action, t shows a table.`,
       onkeydown: event => this.key(event), onpointermove: event => this.point(event), onpointerleave: () => { this.cursor = null; this.show(); }}, this.canvas);
     this.said = h("p", {class: "said", "aria-live": "polite"});
     this.numbers = h("div", {hidden: true});
@@ -36,14 +36,14 @@ export class Timeline {
     for (const each of found.measured) lanes.push({label: `rank ${each.rank}`, kind: "measured", actions: each.actions, scale: 1});
     const planned = found.planned, last = planned ? Math.max(0, ...planned.ranks.flat().map(action => action[4])) : 0;
     this.end = this.end || last;
-    // As long as what was measured, so that the shapes can be compared.
-    if (planned) planned.ranks.forEach((actions, place) => lanes.push({label: `stage rank ${place}`, kind: "planned", actions, scale: last ? this.end / last : 1, unit: true}));
+    // Scaled to the measured length, so that the shapes can be compared.
+    if (planned) planned.ranks.forEach((actions, rank) => lanes.push({label: `stage rank ${rank}`, kind: "planned", actions, scale: last ? this.end / last : 1, unit: true}));
     this.waits = found.measured.length ? 1 - found.measured.flatMap(each => each.actions).reduce((sum, action) => sum + action[4] - action[3], 0) / (this.end * found.measured.length) : null;
     const kinds = Object.keys(KINDS).filter(kind => lanes.some(lane => lane.actions.some(action => action[0] === kind)));
     this.legend.replaceChildren(...kinds.map(kind => h("li", {}, h("span", {class: "swatch", colour: `var(--act-${kind})`}), KINDS[kind])),
       h("li", {}, h("span", {class: "swatch", colour: "var(--bubble)"}), "waiting"));
     this.summary = [found.step !== null && `step ${count(found.step)}: measured ${seconds(this.end)}, waiting ${percent(this.waits)}`,
-      planned && `planned (${planned.schedule}): waiting ${percent(planned.bubble)}`].filter(Boolean).join("; ") || "nothing was measured yet";
+      planned && `planned (${planned.schedule}): waiting ${percent(planned.bubble)}`].filter(Boolean).join("; ") || "no measurements yet";
     this.cursor = null;
     this.show();
     if (!this.numbers.hidden) this.fillTable();
@@ -79,7 +79,7 @@ export class Timeline {
         kind = row.kind;
         pen.fillStyle = colour("text");
         pen.font = `600 12px ${family}`;
-        pen.fillText(kind === "measured" ? "as measured" : "as planned, drawn to the same length", 0, row.y - HEAD / 2 + 2);
+        pen.fillText(kind === "measured" ? "measured" : "planned, scaled to the same length", 0, row.y - HEAD / 2 + 2);
       }
       pen.font = `12px ${family}`;
       pen.fillStyle = colour("quiet");
@@ -88,7 +88,7 @@ export class Timeline {
       pen.fillRect(LEFT, row.y, wide, ROW);
       const first = Math.min(...row.actions.map(action => action[1]));
       pen.textAlign = "center";
-      row.actions.forEach(([name, stage, batch, start, end], place) => {
+      row.actions.forEach(([name, stage, batch, start, end], number) => {
         const x = LEFT + start * row.scale / this.end * wide, w = Math.max(1, (end - start) * row.scale / this.end * wide);
         pen.globalAlpha = stage === first ? 1 : 0.68;
         pen.fillStyle = colour(`act-${KINDS[name] ? name : "F"}`);
@@ -98,7 +98,7 @@ export class Timeline {
           pen.fillStyle = colour("act-ink");
           pen.fillText(String(batch), x + w / 2 - 0.5, row.y + ROW / 2 + 0.5);
         }
-        if (this.cursor && this.cursor[0] === index && this.cursor[1] === place) {
+        if (this.cursor && this.cursor[0] === index && this.cursor[1] === number) {
           pen.strokeStyle = colour("text");
           pen.lineWidth = 2;
           pen.strokeRect(x, row.y + 1, Math.max(2, w - 1), ROW - 2);
@@ -119,7 +119,7 @@ export class Timeline {
   words() {
     const row = this.lanes[this.cursor[0]], [name, stage, batch, start, end] = row.actions[this.cursor[1]];
     const time = row.unit ? value => value.toFixed(2) : seconds;
-    return `${row.kind}, ${row.label}: ${KINDS[name] || name} of microbatch ${batch}, stage ${stage}, ${time(start)} to ${time(end)} (${time(end - start)}${row.unit ? " " + this.found.planned.unit : ""})`;
+    return `${row.kind}, ${row.label}: ${KINDS[name] || name} of micro-batch ${batch}, stage ${stage}, ${time(start)} to ${time(end)} (${time(end - start)}${row.unit ? " " + this.found.planned.unit : ""})`;
   }
 
   point(event) {
@@ -160,7 +160,7 @@ export class Timeline {
     const rows = this.lanes.flatMap(lane => lane.actions.map(([name, stage, batch, start, end]) =>
       [lane.kind, lane.label, KINDS[name] || name, String(stage), String(batch), lane.unit ? start.toFixed(2) : seconds(start), lane.unit ? end.toFixed(2) : seconds(end)]));
     this.numbers.replaceChildren(table(`Timeline: ${rows.length > 500 ? "the first 500 of " + rows.length : rows.length} actions`,
-      ["", "rank", "action", "stage", "microbatch", "start", "end"], rows.slice(0, 500), {texts: [0, 1, 2]}));
+      ["", "rank", "action", "stage", "micro-batch", "start", "end"], rows.slice(0, 500), {texts: [0, 1, 2]}));
   }
 
   redraw() { this.show(); }
