@@ -156,7 +156,7 @@ def test_number_of_microbatches(values, sequences, microbatches):
 def test_sequences_that_do_not_divide():
     for values, text in (
         ({"pp_microbatch_size": 4}, "6 sequences does not divide .*pp_microbatch_size=4. Use one of 1, 2, 3, 6"),
-        ({"pp_batch_size": 4}, "6 sequences of a step.*pp_batch_size=4. Use one of 1, 2, 3, 6"),
+        ({"pp_batch_size": 4}, "6 sequences per step.*pp_batch_size=4. Use one of 1, 2, 3, 6"),
     ):
         with pytest.raises(ConfigError, match=text):
             compute_num_microbatches(config(**values), num_sequences=6)
