@@ -278,7 +278,7 @@ def _select_floating_point(tensors: Sequence[Tensor]) -> Tensors:
 class PipelineTimelineRecorder:
     """Record when the actions of a step start and end, if requested; see [Note: one clock].
 
-    See also `meshwright_run.journal.TimelineRecorder`.
+    Implements `meshwright_run.run_logs.SupportsTimeline`.
     """
 
     def __init__(self, device: torch.device, pp_rank: int) -> None:
