@@ -43,8 +43,8 @@ def __getattr__(name: str) -> Any:
     if name in _LAZY_EXPORTS:
         return getattr(import_module(_LAZY_EXPORTS[name], __name__), name)
     if name in _TRAINER_CLASSES:
-        made = globals()[name] = _make_trainer_class(name, *_TRAINER_CLASSES[name])
-        return made
+        cls = globals()[name] = _make_trainer_class(name, *_TRAINER_CLASSES[name])
+        return cls
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 

@@ -183,7 +183,7 @@ class ScheduleRun:
             self._recorder.start_action()
             stage.backward_weight(self._weight_backwards.pop(key), is_last=is_last)
             return
-        flying = self._in_flight.pop(key)
+        in_flight = self._in_flight.pop(key)
         # The derivative of the loss with respect to itself, or the gradients from the next stage.
         gradients = (
             (torch.ones((), device=self._device),) if stage.is_last else self._receive(ActionKind.RECV_B, action)
@@ -195,7 +195,7 @@ class ScheduleRun:
             # parameters are frozen, there is nothing to do.
             pairs = [
                 (output[0], given.to(output[1]))
-                for output, given in zip(flying.output_edges, gradients, strict=True)
+                for output, given in zip(in_flight.output_edges, gradients, strict=True)
                 if output is not None
             ]
             if pairs:
@@ -206,7 +206,7 @@ class ScheduleRun:
         else:
             self._weight_backwards[key] = stage.backward_input(work)
         if not stage.is_first:
-            received = flying.received
+            received = in_flight.received
             self._gradients[key] = tuple(t.grad if t.grad is not None else torch.zeros_like(t) for t in received)
 
     # -- communication
@@ -238,16 +238,16 @@ class ScheduleRun:
         works = dist.batch_isend_irecv(operations)
         # NCCL returns one work for the batch, gloo one for each operation.
         each = iter(works if len(works) == len(operations) else works * len(operations))
-        under_way = {action: _PendingTransfer([next(each) for _ in mine], mine) for action, mine in tensors.items()}
-        sent = [transfer for action, transfer in under_way.items() if _is_send(action)]
-        self._pending_receives |= {action: transfer for action, transfer in under_way.items() if not _is_send(action)}
+        pending = {action: _PendingTransfer([next(each) for _ in mine], mine) for action, mine in tensors.items()}
+        sent = [transfer for action, transfer in pending.items() if _is_send(action)]
+        self._pending_receives |= {action: transfer for action, transfer in pending.items() if not _is_send(action)}
         if sent:
             works, leaving = [w for t in sent for w in t.works], [t for transfer in sent for t in transfer.tensors]
             self._sends.add(exchange.peer, _PendingTransfer(works, tuple(leaving)))
 
     def _take_outgoing(self, action: Action) -> Tensors:
-        made = self._outputs if action.kind is ActionKind.SEND_F else self._gradients
-        tensors = made.pop((action.stage, action.microbatch))
+        outgoing = self._outputs if action.kind is ActionKind.SEND_F else self._gradients
+        tensors = outgoing.pop((action.stage, action.microbatch))
         return tuple(
             t.to(dtype).contiguous() for t, (_, dtype) in zip(tensors, self._tensor_specs(action), strict=True)
         )

@@ -66,12 +66,12 @@ class StagedStateManager(StrategyManager):
         }
         known: list[dict[str, ParamTraits]] = [{}] * self.mesh.degrees.pp
         dist.all_gather_object(known, mine, group=self.mesh.group("pp"))
-        whole = {name: each for stages in known for name, each in stages.items()}
-        made = self.mesh.world.run_on_all_ranks(lambda: bind_to_model(factory, whole))
+        all_params = {name: each for stages in known for name, each in stages.items()}
+        bound_factory = self.mesh.world.run_on_all_ranks(lambda: bind_to_model(factory, all_params))
 
         def named(given: Iterable[tuple[str, nn.Parameter]]) -> Optimizer:
             # The factory sees the names of the unwrapped model, so copies of one parameter get the same options.
-            return made([(canonical[name], parameter) for name, parameter in given])
+            return bound_factory([(canonical[name], parameter) for name, parameter in given])
 
         self.mesh.world.run_on_all_ranks(lambda: [manager.build_optimizer(named) for manager in trained])
         rates: list[Any] = [None] * self.mesh.degrees.pp
