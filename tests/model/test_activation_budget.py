@@ -428,7 +428,7 @@ def _refused(config: dict[str, Any], sizes: dict[str, int], case: Case, wrapper:
     ("mode", "config", "sizes", "text"),
     [
         ({"budget_gb": 1}, {"enable_compile": True}, {}, "{budget_gb: 1.0} acts on operators one by one, but with"),
-        ({"budget_gb": 1}, {}, {"pp_size": 2}, "Use a schedule with whole backwards"),
+        ({"budget_gb": 1}, {}, {"pp_size": 2}, "Use a schedule that does not split backwards"),
         ({"budget_gb": 0}, {}, {}, "activation_checkpointing.budget_gb: Input should"),
         ({"budget_gb": 1}, {}, {}, "budget_gb=1 is divided over the blocks by the first forward_backward"),
         ({"budget_gb": 1, "offload": "cpu"}, {}, {}, "takes one of"),

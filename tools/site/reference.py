@@ -127,7 +127,7 @@ def _build_public_name(package: str, name: str) -> PublicName:
 def _describe_generated_classes(package: str) -> Mapping[str, str]:
     """Classes over others' that a package makes when they are asked for: what each is."""
     table = ast.literal_eval(str(load_packages()[package].members["_TRAINER_CLASSES"].value))  # type: ignore[union-attr]
-    return {name: f"`{base}` of {library} over a mesh; see `{package}`." for name, (library, base) in table.items()}
+    return {name: f"`{base}` of {library} on a mesh; see `{package}`." for name, (library, base) in table.items()}
 
 
 def _find_page(package: str, name: str) -> str:

@@ -42,10 +42,10 @@ def test_dtype_is_reported_by_its_plain_name(dtype):
         ({"pp_schedule": "1f1c"}, "'1f1c' is unknown"),
         ({"pp_schedule": None}, "pp_schedule=None needs a file. Set pp_schedule_csv"),
         ({"pp_schedule": "PipelineScheduleMulti"}, "needs a file"),
-        ({"pp_schedule": "gpipe", "pp_schedule_csv": "a.csv"}, "are two schedules. Give one"),
+        ({"pp_schedule": "gpipe", "pp_schedule_csv": "a.csv"}, "are two schedules. Set one"),
         ({"round_virtual_stages_to_pp_multiple": "up"}, "acts only with layers_per_stage"),
         ({"round_virtual_stages_to_pp_multiple": "nearest", "layers_per_stage": 2}, "'up' or 'down'"),
-        ({"layers_per_stage": 2, "module_fqns_per_model_part": [["a"]]}, "both divide the model. Give one"),
+        ({"layers_per_stage": 2, "module_fqns_per_model_part": [["a"]]}, "both split the model. Set one"),
         ({"layers_per_stage": 0}, "layers_per_stage: .*greater than or equal to 1"),
         ({"pp_microbatch_size": 0}, "pp_microbatch_size: .*greater than or equal to 1"),
         ({"pp_batch_size": 6, "pp_microbatch_size": 4}, "pp_microbatch_size=4. Use one of 1, 2, 3, 6"),
@@ -95,14 +95,19 @@ def test_number_of_stages(values, layers, ranks, stages):
 @pytest.mark.parametrize(
     ("values", "layers", "ranks", "text"),
     [
-        ({"layers_per_stage": 2}, 9, 4, "with 9 blocks gives 5 stages, which is no multiple of pp_size=4.*'up' or 'd"),
+        (
+            {"layers_per_stage": 2},
+            9,
+            4,
+            "with 9 blocks gives 5 stages, which is not a multiple of pp_size=4.*'up' or",
+        ),
         ({"layers_per_stage": 1}, 8, 4, "8 stages, 2 on each of 4 ranks.*exactly one stage.*layers_per_stage=2"),
         ({"layers_per_stage": 4, "pp_schedule": "interleaved1f1b"}, 8, 2, "1 on each of 2 ranks.*2 or more stages"),
         ({"layers_per_stage": 1, "pp_schedule": "zbv"}, 12, 2, "6 on each of 2 ranks.*exactly 2.*layers_per_stage=3"),
         ({"layers_per_stage": 4, **DOWN}, 8, 4, "fewer stages than pp_size=4.*layers_per_stage to at most 2"),
         ({}, 3, 4, "gives 4 stages, but the model has 3 blocks"),
         ({"pp_schedule": "zbv"}, 5, 4, "gives 8 stages, but the model has 5 blocks"),
-        ({"module_fqns_per_model_part": [["a"], ["b"], ["c"]]}, 6, 2, "gives 3 stages, which is no multiple of pp_"),
+        ({"module_fqns_per_model_part": [["a"], ["b"], ["c"]]}, 6, 2, "gives 3 stages, which is not a multiple of pp"),
     ],
 )
 def test_numbers_of_stages_that_do_not_fit(values, layers, ranks, text):
@@ -156,7 +161,7 @@ def test_number_of_microbatches(values, sequences, microbatches):
 def test_sequences_that_do_not_divide():
     for values, text in (
         ({"pp_microbatch_size": 4}, "6 sequences does not divide .*pp_microbatch_size=4. Use one of 1, 2, 3, 6"),
-        ({"pp_batch_size": 4}, "6 sequences of a step.*pp_batch_size=4. Use one of 1, 2, 3, 6"),
+        ({"pp_batch_size": 4}, "6 sequences per step.*pp_batch_size=4. Use one of 1, 2, 3, 6"),
     ):
         with pytest.raises(ConfigError, match=text):
             compute_num_microbatches(config(**values), num_sequences=6)

@@ -91,7 +91,7 @@ def _as_an_optimizer() -> None:
     for wrong, text in (
         (lambda: setattr(optimizer, "param_groups", [{"params": parameters}]), "cannot be replaced"),
         (lambda: setattr(optimizer, "state", {parameters[0]: {}}), "load_state_dict"),
-        (lambda: optimizer.add_param_group({"params": [nn.Parameter(torch.zeros(1))]}), "are of the stages on this"),
+        (lambda: optimizer.add_param_group({"params": [nn.Parameter(torch.zeros(1))]}), "belong to stages of this"),
     ):
         with pytest.raises(StrategyError, match=text):
             wrong()

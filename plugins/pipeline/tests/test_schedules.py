@@ -104,7 +104,7 @@ def test_unknown_schedule_names_the_nearest_and_all():
 @pytest.mark.parametrize(
     ("name", "sizes", "text"),
     [
-        ("1f1b", (4, 8, 4), "1F1B takes exactly one stage on each rank, but 8 stages on 4 ranks are 2 each.* 4 stages"),
+        ("1f1b", (4, 8, 4), "1F1B needs exactly one stage on each rank, but 8 stages on 4 ranks are 2 each.* 4 stages"),
         ("gpipe", (4, 3, 4), "0.75 each. Split the model into 4 stages"),
         ("interleaved1f1b", (4, 4, 4), "2 or more stages on each rank.* into 8 stages"),
         ("dualpipev", (2, 2, 4), "exactly 2 stages on each rank.* into 4 stages"),
@@ -336,12 +336,12 @@ def test_any_order_that_finishes_gets_transfers_that_work(schedule, rng):
 @pytest.mark.parametrize(
     ("first", "second", "text"),
     [
-        ("0F0 0B0 0B0", "1F0 1B0", r"action 2 of rank 0 \(0B0\): this was computed already by action 1 of rank 0"),
+        ("0F0 0B0 0B0", "1F0 1B0", r"action 2 of rank 0 \(0B0\): this is already computed by action 1 of rank 0"),
         ("0F0 0I0", "1F0 1B0", "rank 0: 0W0 missing"),
         ("0F0 0B0", "1B0", "rank 1: 1F0 missing"),
         ("0F0 0B0", "", "rank 1: 1F0 and 1I0 and 1W0 missing"),
-        ("0F0 0B0 0F1", "1F0 1B0", "microbatch 1 is not among the 1 microbatchs?, 0 to 0"),
-        ("0F0 0B0 2F0", "1F0 1B0", "stage 2 is not among the 2 stages, 0 to 1"),
+        ("0F0 0B0 0F1", "1F0 1B0", "microbatch 1 is not one of 1 microbatchs?, 0 to 0"),
+        ("0F0 0B0 2F0", "1F0 1B0", "stage 2 is not one of 2 stages, 0 to 1"),
         ("0F0 1F0 0B0", "1B0", r"action 1 of rank 0 \(1F0\): stage 1 is on rank 1"),
         ("0B0 0F0", "1F0 1B0", "mine cannot finish: rank 0 waits at 0B0 for 0F0 and 1I0; rank 1 waits at 1F"),
     ],
@@ -393,13 +393,13 @@ def test_a_file_may_place_stages_as_it_likes(tmp_path):
 @pytest.mark.parametrize(
     ("text", "error"),
     [
-        ("0F0,0X0,0B0\n1F0,1B0\n", "row 1, cell 2: '0X0' is no action"),
-        ("0F0,0SEND_F0,0B0\n1F0,1B0\n", r"row 1, cell 2 \(0SEND_F0\): a schedule holds computing actions only"),
-        ("0F0,,0B0\n1F0,1B0,,1B0\n", r"row 2, cell 4 \(1B0\): this was computed already by row 2, cell 2"),
+        ("0F0,0X0,0B0\n1F0,1B0\n", "row 1, cell 2: '0X0' is not an action"),
+        ("0F0,0SEND_F0,0B0\n1F0,1B0\n", r"row 1, cell 2 \(0SEND_F0\): a schedule has only compute actions"),
+        ("0F0,,0B0\n1F0,1B0,,1B0\n", r"row 2, cell 4 \(1B0\): this is already computed by row 2, cell 2"),
         ("0F0,0B0,,1F0\n1F0,1B0\n", r"row 2, cell 1 \(1F0\): stage 1 is on rank 0; it cannot be on two"),
-        ("0F0,0B0,0F1\n1F0,1B0\n", r"row 1, cell 3 \(0F1\): microbatch 1 is not among"),
+        ("0F0,0B0,0F1\n1F0,1B0\n", r"row 1, cell 3 \(0F1\): microbatch 1 is not one of"),
         ("0F0,0B0\n", "has 1 rows, but pp_size=2"),
-        ("0F0,0B0\n2F0,2B0\n", "holds nothing for stage 1 of 2"),
+        ("0F0,0B0\n2F0,2B0\n", "has no action of stage 1 of 2"),
         ("0B0,0F0\n1F0,1B0\n", "cannot finish: rank 0 waits at 0B0"),
     ],
 )
@@ -415,5 +415,5 @@ def test_files_that_cannot_be_read(tmp_path):
     with pytest.raises(ConfigError, match=r"none.csv' cannot be read: .*No such file"):
         read_schedule_size(tmp_path / "none.csv")
     (tmp_path / "empty.csv").write_text(",,\n", encoding="utf-8")
-    with pytest.raises(ConfigError, match=r"empty.csv' holds no action"):
+    with pytest.raises(ConfigError, match=r"empty.csv' has no action"):
         read_schedule_size(tmp_path / "empty.csv")

@@ -107,13 +107,13 @@ def test_names_say_which_blocks_a_stage_holds():
             r"'model.embed' is named 2 times, on stages \[0, 0\]",
         ),
         ([["model", "head"], [BLOCKS[3]]], r"'model.layers.3' is named 2 times"),
-        ([["model.embd", *BLOCKS], ["head"]], "stage 0 names 'model.embd', which is no module"),
-        ([["model.embed", f"{BLOCKS[0]}.mlp"]], "a part of the block 'model.layers.0'. Name the whole block"),
+        ([["model.embd", *BLOCKS], ["head"]], "stage 0 names 'model.embd', which is not a module"),
+        ([["model.embed", f"{BLOCKS[0]}.mlp"]], "a part of the block 'model.layers.0'. Name the full block"),
         (
             [["model.embed", BLOCKS[0], BLOCKS[2]], [BLOCKS[1], BLOCKS[3], "model.norm", "head"]],
             "'model.layers.2' is on stage 0, but blocks before it are on stage 1",
         ),
-        ([["model.embed"], [*BLOCKS, "model.norm", "head"]], "stage 0 holds no block"),
+        ([["model.embed"], [*BLOCKS, "model.norm", "head"]], "stage 0 has no block"),
     ],
 )
 def test_a_module_that_is_forgotten_doubled_unknown_or_out_of_place_is_named(parts, text):

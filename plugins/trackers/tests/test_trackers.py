@@ -285,7 +285,7 @@ def test_what_is_sent_in_the_background_is_sent_in_order_and_what_fails_is_raise
     background = BackgroundSender(send, name="test")
     background.put(1)
     background.put(2)
-    with pytest.raises(TimeoutError, match=r"not been taken after 0\.01 s"):
+    with pytest.raises(TimeoutError, match=r"not sent within 0\.01 s"):
         background.finish(0.01)
     goes.set()
     background.finish(PATIENCE_S)

@@ -115,7 +115,7 @@ def test_groups_are_of_data_ranks():
 
 def test_tools_and_rollouts_of_ones_own_are_refused():
     trainer = SimpleNamespace(args=trl.GRPOConfig(use_cpu=True, bf16=False, report_to=[]), rollout_func=print)
-    with pytest.raises(ConfigError, match="rollout_func does not go over a mesh"):
+    with pytest.raises(ConfigError, match="rollout_func is not supported on a mesh"):
         check_generation(trainer)
 
 

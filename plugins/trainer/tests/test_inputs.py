@@ -63,7 +63,7 @@ def test_a_model_that_does_not_predict_the_next_token_is_refused(kind, tmp_path)
     else:
         sizes = {"d_model": 16, "d_kv": 8, "d_ff": 16, "num_layers": 1, "num_heads": 2}
         model = T5ForConditionalGeneration(T5Config(vocab_size=16, decoder_start_token_id=0, **sizes))
-    with pytest.raises(ConfigError, match="is no causal language model"):
+    with pytest.raises(ConfigError, match="is not a causal language model"):
         trained(tmp_path, model=model)
 
 
@@ -79,7 +79,7 @@ def test_what_the_model_would_not_be_given_is_refused(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("name", "text"), [("KTOTrainer", "KTOTrainer of trl does not go over a mesh"), ("GRPOTrainer", "MeshGRPOMixin")]
+    ("name", "text"), [("KTOTrainer", "KTOTrainer of trl is not supported on a mesh"), ("GRPOTrainer", "MeshGRPOMixin")]
 )
 def test_a_trainer_whose_batches_are_not_known_is_refused(name, text):
     with pytest.raises(ConfigError, match=text):
@@ -94,7 +94,7 @@ def test_the_model_of_another_trainer_and_a_checkpoint_that_is_not_there_are_ref
     assert trainer.accelerator.unwrap_model(nn.DataParallel(trainer.model)) is trainer.model
     with pytest.raises(ModelError, match="has been parallelized by another manager already"):
         trained(tmp_path, model=trainer.model)
-    with pytest.raises(CheckpointError, match=r"checkpoint-9' is no checkpoint of a trainer"):
+    with pytest.raises(CheckpointError, match=r"checkpoint-9' is not a checkpoint of a trainer"):
         trainer.train(str(tmp_path / "checkpoint-9"))
 
 

@@ -1,6 +1,6 @@
-"""Pipeline parallelism over any strategy: the options, and the manager for loops by hand.
+"""Pipeline parallelism over any strategy: the options, and the manager for custom training loops.
 
-What the command line and other plugins see is in `plugin`.
+Hooks for the command line and other plugins are in `plugin`.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ __all__ = ["PipelineConfig", "PipelineManager"]
 
 
 def __getattr__(name: str) -> object:
-    # The manager imports torch, which listing strategies and validating a config must not.
+    # The manager imports torch, which listing strategies and validating a config must not do.
     if name == "PipelineManager":
         from .manager import PipelineManager
 

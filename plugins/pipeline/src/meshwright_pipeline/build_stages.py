@@ -1,4 +1,4 @@
-"""Make this rank's stages: of a whole model that is taken apart, or of the module that the user gives for a stage."""
+"""Build this rank's stages, by splitting the full model or from a module that the user supplies as a stage."""
 
 from __future__ import annotations
 
@@ -42,7 +42,10 @@ from .state.parameter_names import StagedParameterNames, find_first_names, find_
 
 @dataclass(frozen=True)
 class StageFactory:
-    """What a pipeline has besides the model; `inner` makes a manager of the inner strategy on the mesh of a stage."""
+    """Build the parts of a pipeline that do not depend on the model.
+
+    `build_inner_manager` returns a manager of the inner strategy for the mesh of a stage.
+    """
 
     config: PipelineConfig
     mesh: Mesh
@@ -56,13 +59,13 @@ class StageFactory:
         manager = self.build_inner_manager(self.mesh.get_stage_mesh())
         if not (isinstance(manager, DataParallelManager) and manager.supports_pipeline):
             raise StrategyError(
-                f"{type(manager).__name__} cannot train one stage of a pipeline: it does not say that it can run many "
-                f"forwards before their backwards (supports_pipeline). Set pp_size=1, or use another strategy."
+                f"{type(manager).__name__} cannot train one stage of a pipeline: it does not declare that it can run "
+                f"several forwards before their backwards (supports_pipeline). Set pp_size=1, or use another strategy."
             )
         if self.config.patch_stage_backward_maybe_with_nosync and not manager.reduces_once_per_step:
             raise StrategyError(
-                "patch_stage_backward_maybe_with_nosync=true asks for gradients to be reduced once, and the options of "
-                "the inner strategy for each microbatch's. Let it defer the reduction (fsdp2: "
+                "patch_stage_backward_maybe_with_nosync=true requires that gradients are reduced once per step, but "
+                "the inner strategy's options reduce them for each microbatch. Defer the reduction (fsdp2: "
                 "defer_fsdp_grad_sync=true), or set patch_stage_backward_maybe_with_nosync=false."
             )
         return manager
@@ -78,7 +81,7 @@ class StageFactory:
 
 @dataclass(frozen=True)
 class StagedModel:
-    """A model in stages, as one rank knows it; `here` are its own, by their numbers, ascending."""
+    """One rank's view of a model in stages; `local_stages` are those of this rank, by stage number, ascending."""
 
     local_stages: Mapping[int, PipelineStage]
     rank_schedule: RankSchedule
@@ -86,10 +89,10 @@ class StagedModel:
 
 
 def split_into_stages(model: nn.Module, weights: Weights | None, factory: StageFactory) -> StagedModel:
-    """Make stages of a whole model, which is taken apart in place. Collective.
+    """Split the full model into stages, in place. Collective.
 
-    The model is the same on all ranks, and may be on the meta device. What cannot be cut, divided or trained is refused
-    on all ranks, before anything is changed.
+    The model is the same on all ranks, and may be on the meta device. If it cannot be split or trained, raise the error
+    on all ranks, before the model is changed.
     """
     mesh = factory.mesh
     weights = sync_initial_weights(model, weights, mesh)
@@ -99,7 +102,7 @@ def split_into_stages(model: nn.Module, weights: Weights | None, factory: StageF
     sums = torch.float64 if next(model.parameters()).dtype == torch.float64 else torch.float32
     orders = factory.build_rank_schedule(len(split))
     names = StagedParameterNames.from_model(model, layout, cut, split)
-    # All that may be refused, before the model is taken apart.
+    # Run all checks before the model is changed.
     managers = {index: factory.build_stage_manager() for index in orders.local_stages}
     for manager in managers.values():
         manager.check_model(model)
@@ -112,7 +115,7 @@ def split_into_stages(model: nn.Module, weights: Weights | None, factory: StageF
         options = factory.stage_options(index, orders)
         stages[index] = PipelineStage(managers[index], boundary, **options, routers=routers)
     unshare_parameters(list(parts.values()))
-    # NCCL wants the first collective of a group to be of all its ranks, which a batch between two is not.
+    # In NCCL the first collective of a group must include all its ranks; a batch of transfers has only two.
     dist.all_reduce(torch.zeros((), device=mesh.device), group=mesh.group("pp"))
     for index, part in parts.items():
         stage, blocks = stages[index], split[index]
@@ -125,7 +128,7 @@ def split_into_stages(model: nn.Module, weights: Weights | None, factory: StageF
 def _analyze_and_split(
     model: nn.Module, layout: ModelLayout, factory: StageFactory
 ) -> tuple[ModelPartition, tuple[range, ...], tuple[RouterLoss, RouterModules] | None]:
-    """How the model is cut, the blocks of each stage, and the router loss and its routers, where the model has one."""
+    """Return the partition of the model, the blocks of each stage, and the router loss with its routers, if any."""
     study = PartitionAnalyzer(model, layout, get_forward_options(model, is_partial=True))
     routers = None
     if has_router_loss(model):
@@ -138,14 +141,17 @@ def _analyze_and_split(
 
 
 def use_given_stage(model: nn.Module, weights: Weights | None, factory: StageFactory) -> StagedModel:
-    """Take a module with its weights for a stage; see [Note: given stages] in `cut.trial_runs`. Collective."""
+    """Use a module with its weights as a stage; see [Note: user stages] in `partition.trial_runs`. Collective."""
     config, mesh = factory.config, factory.mesh
     ranks, index = mesh.degrees.pp, mesh.axis_rank("pp")
-    unfilled = "a stage that is given with patch_inner_model=false must have its weights, but is on the meta device."
+    unfilled = (
+        "a stage that is passed with patch_inner_model=false must have its weights, but is on the meta device. "
+        "Initialize it on the CPU or on an accelerator."
+    )
     mesh.world.raise_on_all_ranks(ModelError(unfilled) if has_meta_tensors(model) else None)
     if compute_num_stages(config, num_layers=4 * ranks, pp_size=ranks) != ranks:
         raise ConfigError(
-            f"patch_inner_model=false gives each rank one stage, and pp_schedule={config.pp_schedule!r} takes "
+            f"with patch_inner_model=false each rank has one stage, but pp_schedule={config.pp_schedule!r} needs "
             f"more. Use 1f1b or gpipe."
         )
     orders = factory.build_rank_schedule(ranks)

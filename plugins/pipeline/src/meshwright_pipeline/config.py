@@ -1,4 +1,4 @@
-"""Options of the `pipeline` strategy, and the numbers of stages and microbatches that they ask for. No torch."""
+"""Options of the `pipeline` strategy, and the numbers of stages and microbatches they give. Imports no torch."""
 
 from __future__ import annotations
 
@@ -14,84 +14,86 @@ from .schedule.specs import SCHEDULES, build_schedule, find_schedule_spec, read_
 if TYPE_CHECKING:
     from meshwright.plugin import Degrees
 
-# What torch calls the schedules that a file describes.
+# torch's names of schedules that are read from a file.
 _CSV_SCHEDULE_NAMES = ("pipelineschedulesingle", "pipelineschedulemulti")
 
 
 class PipelineConfig(FrozenModel):
-    """Options of `pipeline`, in the reference's order; neither sizes of the mesh nor options of the inner strategy."""
+    """Options of the `pipeline` strategy, without mesh sizes and options of the inner strategy."""
 
     pp_schedule: str | None = Field(
         default="1f1b",
         description="GPipe, 1F1B, Interleaved1F1B, LoopedBFS, InterleavedZeroBubble, ZBVZeroBubble or DualPipeV, in "
-        "any case, with or without separators. Its default or null with pp_schedule_csv.",
+        "any case, with or without separators. With pp_schedule_csv, leave the default or set null.",
         examples=[*SCHEDULES],
     )
     pp_schedule_csv: str | None = Field(
         default=None,
-        description="A file with a schedule of your own: a row for each rank, a cell for each action, such as 0F0 "
-        "(stage 0, forward, microbatch 0), 1B0, or 1I0 and 1W0 for a backward in two parts; empty cells are pauses.",
+        description="File with a custom schedule: a row for each rank, a cell for each action, such as 0F0 (stage 0, "
+        "forward, microbatch 0), 1B0, or 1I0 and 1W0 for a backward in two parts. Empty cells are ignored.",
     )
     pp_microbatch_size: int = Field(default=1, ge=1, description="Sequences in each microbatch of the pipeline.")
     pp_batch_size: int = Field(
         default=1,
         ge=1,
-        description="Sequences of one run of the schedule on each data-parallel rank; a step with more makes several "
-        "runs. 1: all sequences of a step in one run.",
+        description="Sequences of one run of the schedule on each data-parallel rank. A step with more sequences runs "
+        "the schedule several times. 1: all sequences of a step in one run.",
     )
     layers_per_stage: int | None = Field(
         default=None,
         ge=1,
-        description="At most so many blocks in a stage, divided evenly by number: their number over it, rounded up, "
-        "is the number of stages. null: one stage on a rank, or two for schedules that need them, balanced by cost.",
+        description="Maximum number of blocks per stage. The number of stages is the number of blocks divided by it, "
+        "rounded up; blocks are distributed evenly by number. null: one stage per rank, or two if the schedule needs "
+        "them, balanced by cost.",
     )
     round_virtual_stages_to_pp_multiple: Literal["up", "down"] | None = Field(
         default=None,
-        description="Where layers_per_stage gives a number of stages that is no multiple of pp_size: take the next "
-        "multiple, up or down. null: an error.",
+        description="Round the number of stages that layers_per_stage gives up or down to a multiple of pp_size. "
+        "null: a number that is not a multiple is an error.",
     )
     module_fqns_per_model_part: list[list[str]] | None = Field(
         default=None,
-        description="The modules of each stage, by name, in the model's order. Each module with parameters once.",
+        description="Names of the modules of each stage, in the model's order. Name each module with parameters once.",
     )
     patch_inner_model: bool = Field(
         default=True,
-        description="Give the inner model's stages a boundary that takes and sends hidden states. false: the module "
-        "that is given must be a stage already.",
+        description="Split the inner model into stages that receive and send hidden states. false: the module passed "
+        "to parallelize is already a stage.",
     )
     patch_causal_lm_model: bool = Field(
         default=True,
-        description="The same for the causal-LM model around it, whose head is on the last stage. false: the module "
-        "that is given must be a stage already.",
+        description="Do the same with the causal-LM model around it, whose head is on the last stage. false: the "
+        "module passed to parallelize is already a stage. Must equal patch_inner_model.",
     )
     patch_stage_backward_maybe_with_nosync: bool = Field(
         default=False,
-        description="Gradients must be reduced over data-parallel ranks once per step, after the last backward of a "
-        "stage, as is the default; true: an error where the inner strategy's options say otherwise.",
+        description="Whether it is an error if the inner strategy's options reduce gradients for each microbatch. By "
+        "default gradients are reduced over data-parallel ranks once per step, with the last backward of a stage.",
     )
     dtype: Annotated[
         Any,
         WithJsonSchema(
             {"anyOf": [{"enum": [*TRAINING_DTYPES, *(f"torch.{each}" for each in TRAINING_DTYPES)]}, {"type": "null"}]}
         ),
-    ] = Field(default=None, description="Dtype in which hidden states cross a boundary; null: the model's own.")
+    ] = Field(default=None, description="Dtype of hidden states between stages. null: the model's own.")
     scale_grads_in_schedule: bool = Field(
-        default=False, description="Divide the gradients by the number of microbatches once the schedule has run."
+        default=False,
+        description="Must be false: the loss is already divided by the step's tokens, so gradients need no scaling.",
     )
     loss_fn: Annotated[Any, WithJsonSchema({"type": ["string", "null"]})] = Field(
         default=None,
-        description="Called with logits and labels on the last stage; a callable, or the import path of one. null: "
-        "the sum over unmasked tokens, by their number in the global batch.",
+        description="Loss of the last stage: a callable of logits and targets that returns a sum over tokens, or its "
+        "import path. null: the model's token loss.",
     )
     pp_seq_len: int | None = Field(
         default=None,
         ge=1,
-        description="Tokens of each sequence; others are refused. null: any, and it may change by the step.",
+        description="Number of tokens that every sequence must have. null: any number, which may change between steps.",
     )
 
     @classmethod
     def variants(cls, *, degrees: Degrees, num_layers: int, micro_batch_size: int, **_: Any) -> list[dict[str, Any]]:
-        """Options worth planning on a mesh; see [Note: variants] in `meshwright_plan.search.candidates`."""
+        """Return options worth planning on a mesh; see [Note: variants] in `meshwright_plan.search.candidates`."""
         found = []
         for name, rule in SCHEDULES.items():
             for chunks in (rule.min_chunks,) if rule.max_chunks else (rule.min_chunks, 2 * rule.min_chunks):
@@ -107,10 +109,10 @@ class PipelineConfig(FrozenModel):
     def estimate_schedule(
         self, *, num_layers: int, pp_size: int, num_sequences: int, head_cost: float = 0.0
     ) -> tuple[float, float]:
-        """The bubble fraction of a schedule whose stages have equally many blocks, and the most live microbatches.
+        """Return the bubble fraction and the peak number of live microbatches per stage, for stages of equal size.
 
-        `num_sequences` are those of a step on each data-parallel rank, and `head_cost` is the time of what the last
-        stage computes beside its blocks, as a number of blocks.
+        `num_sequences` is the number of sequences of a step on each data-parallel rank. `head_cost` is the time of the
+        last stage's head, in blocks.
         """
         stages = compute_num_stages(self, num_layers=num_layers, pp_size=pp_size)
         microbatches = compute_num_microbatches(self, num_sequences=num_sequences)
@@ -123,7 +125,7 @@ class PipelineConfig(FrozenModel):
     @property
     def sequences_per_run(self) -> int | None:
         """Sequences of one run of the schedule; None: all of a step."""
-        # A run of one sequence would be no pipeline, so the reference's default can only mean that none is set.
+        # A run of one sequence would not be a pipeline, so the default 1 can only mean that no value is set.
         return None if self.pp_batch_size == 1 else self.pp_batch_size
 
     @field_validator("dtype", mode="before")
@@ -152,7 +154,7 @@ class PipelineConfig(FrozenModel):
     @classmethod
     def _check_parts(cls, value: list[list[str]] | None) -> list[list[str]] | None:
         if value == []:
-            raise ValueError("must hold at least one stage; null: stages are found")
+            raise ValueError("must hold at least one stage; set null to split the model automatically")
         if not all(value or ()):
             raise ValueError("must hold at least one stage, and each stage at least one module")
         return value
@@ -168,14 +170,14 @@ class PipelineConfig(FrozenModel):
             except ConfigError as error:
                 raise ValueError(str(error)) from None
         elif self.pp_schedule not in (None, type(self).model_fields["pp_schedule"].default) and not names_file:
-            raise ValueError(f"pp_schedule={self.pp_schedule!r} and pp_schedule_csv are two schedules. Give one")
+            raise ValueError(f"pp_schedule={self.pp_schedule!r} and pp_schedule_csv are two schedules. Set one")
         if self.layers_per_stage is None and self.round_virtual_stages_to_pp_multiple is not None:
             raise ValueError(
                 f"round_virtual_stages_to_pp_multiple={self.round_virtual_stages_to_pp_multiple!r} acts only with "
-                "layers_per_stage. Set that, or leave both out"
+                "layers_per_stage. Set layers_per_stage, or leave both out"
             )
         if self.layers_per_stage is not None and self.module_fqns_per_model_part is not None:
-            raise ValueError("layers_per_stage and module_fqns_per_model_part both divide the model. Give one")
+            raise ValueError("layers_per_stage and module_fqns_per_model_part both split the model. Set one")
         if self.sequences_per_run is not None and self.sequences_per_run % self.pp_microbatch_size:
             raise ValueError(
                 f"pp_batch_size={self.pp_batch_size} does not divide into microbatches of "
@@ -188,7 +190,7 @@ PipelineConfig.positional_fields = tuple(PipelineConfig.model_fields)
 
 
 class BlockCountConfig(PipelineConfig):
-    """Options under which each stage has as many blocks as is said, instead of other options that divide."""
+    """Options with an explicit number of blocks for each stage, which replaces all other options that split."""
 
     blocks_per_stage: tuple[int, ...]
 
@@ -197,32 +199,32 @@ def check_options(config: PipelineConfig, degrees: Degrees) -> None:
     if config.patch_inner_model != config.patch_causal_lm_model:
         raise ConfigError(
             f"patch_inner_model={config.patch_inner_model} and patch_causal_lm_model={config.patch_causal_lm_model}: "
-            f"either the whole model is taken apart, or each rank gives its stage. Make them equal."
+            f"either the full model is split, or each rank supplies its stage. Make them equal."
         )
     if not config.patch_inner_model:
         for name in ("layers_per_stage", "module_fqns_per_model_part"):
             if getattr(config, name) is not None:
                 raise ConfigError(
-                    f"{name} divides a model, but with patch_inner_model=false each rank gives its stage. "
+                    f"{name} splits a model, but with patch_inner_model=false each rank supplies its stage. "
                     f"Leave one of them out."
                 )
         for axis, size, unknown in (
-            ("cp_size", degrees.cp, "stages are given hidden states, and which positions these have"),
-            ("tp_size", degrees.tp, "which layers of a stage are sharded"),
+            ("cp_size", degrees.cp, "the positions of the hidden states that a stage receives"),
+            ("tp_size", degrees.tp, "the layers of a stage to shard"),
         ):
             if size > 1:
-                raise ConfigError(f"patch_inner_model=false with {axis}={size}: {unknown} is not known. Set {axis}=1.")
+                raise ConfigError(f"patch_inner_model=false with {axis}={size}: {unknown} are not known. Set {axis}=1.")
     if config.scale_grads_in_schedule:
         raise ConfigError(
-            "scale_grads_in_schedule=true divides gradients by the number of microbatches, but the loss is divided by "
-            "the step's tokens already. Set it to false."
+            "scale_grads_in_schedule=true divides gradients by the number of microbatches, but the loss is already "
+            "divided by the step's tokens. Set it to false."
         )
 
 
 def compute_num_stages(config: PipelineConfig, *, num_layers: int, pp_size: int) -> int:
-    """Stages of a model of so many blocks, on all ranks of the pipeline axis together."""
+    """Return the number of stages, on all ranks of the pipeline together, of a model with `num_layers` blocks."""
     source, stages = _requested_num_stages(config, num_layers, pp_size)
-    # A file may place stages as it likes, several on one rank and one on another.
+    # A file may put different numbers of stages on different ranks.
     if config.pp_schedule_csv is None:
         rule = find_schedule_spec(str(config.pp_schedule))
         chunks, rest = divmod(stages, pp_size)
@@ -231,24 +233,24 @@ def compute_num_stages(config: PipelineConfig, *, num_layers: int, pp_size: int)
                 " or set round_virtual_stages_to_pp_multiple to 'up' or 'down'" if config.layers_per_stage else ""
             )
             raise ConfigError(
-                f"{source} gives {stages} stages, which is no multiple of pp_size={pp_size}. Change it{rounding}."
+                f"{source} gives {stages} stages, which is not a multiple of pp_size={pp_size}. Change it{rounding}."
             )
         if chunks < rule.min_chunks or (rule.max_chunks and chunks > rule.max_chunks):
             raise ConfigError(
                 f"{source} gives {stages} stages, {chunks} on each of {pp_size} ranks, but "
-                f"pp_schedule={config.pp_schedule!r} takes {rule.describe_chunks} on a rank. "
+                f"pp_schedule={config.pp_schedule!r} needs {rule.describe_chunks} per rank. "
                 f"Change one of them{_layers_per_stage_hint(num_layers, pp_size, rule.min_chunks)}."
             )
     if stages > num_layers:
         raise ConfigError(
             f"{source} gives {stages} stages, but the model has {num_layers} blocks, and each stage needs one. "
-            f"Use fewer pipeline ranks, a schedule with one stage on a rank (1f1b, gpipe), or a deeper model."
+            f"Use fewer pipeline ranks, a schedule with one stage per rank (1f1b, gpipe), or a deeper model."
         )
     return stages
 
 
 def _requested_num_stages(config: PipelineConfig, layers: int, ranks: int) -> tuple[str, int]:
-    """Which option decides, with its value, and the number of stages that it gives."""
+    """Return the option that determines the number of stages, with its value, and that number."""
     if isinstance(config, BlockCountConfig):
         return "blocks_per_stage", len(config.blocks_per_stage)
     if config.module_fqns_per_model_part is not None:
@@ -272,18 +274,18 @@ def _requested_num_stages(config: PipelineConfig, layers: int, ranks: int) -> tu
 
 
 def _layers_per_stage_hint(layers: int, ranks: int, chunks: int) -> str:
-    """A hint of a layers_per_stage that gives `chunks` stages on each rank, if there is one."""
+    """Return a hint with a layers_per_stage that gives `chunks` stages per rank; empty if there is none."""
     fitting = -(-layers // (ranks * chunks))
-    return f", for instance layers_per_stage={fitting}" if -(-layers // fitting) == ranks * chunks else ""
+    return f", for example to layers_per_stage={fitting}" if -(-layers // fitting) == ranks * chunks else ""
 
 
 def compute_num_microbatches(config: PipelineConfig, *, num_sequences: int) -> int:
-    """Microbatches of one run of the schedule, for the sequences of a step on each data-parallel rank."""
+    """Return the microbatches of one run of the schedule; `num_sequences` of a step on each data-parallel rank."""
     batch, size = config.sequences_per_run or num_sequences, config.pp_microbatch_size
     if num_sequences % batch:
         raise ConfigError(
-            f"{num_sequences} sequences of a step on each data-parallel rank do not divide into runs of "
-            f"pp_batch_size={batch}. Use one of {_format_divisors(num_sequences)}, or leave it out to run all together."
+            f"{num_sequences} sequences per step and data-parallel rank do not divide into runs of "
+            f"pp_batch_size={batch}. Use one of {_format_divisors(num_sequences)}, or leave it out for a single run."
         )
     if batch % size:
         raise ConfigError(

@@ -1,6 +1,6 @@
-"""The contract of a strategy for a model in stages, each of which a manager of the inner strategy trains.
+"""Manager of the pipeline strategy. A manager of the inner strategy trains each stage.
 
-Source: Huang et al. 2019, arXiv:1811.06965; torch.distributed.pipelining for the names of schedules.
+Source: Huang et al. 2019, arXiv:1811.06965; names of schedules from torch.distributed.pipelining.
 """
 
 from __future__ import annotations
@@ -70,13 +70,14 @@ class PipelineManager(StagedStateManager):
 
     Args:
         config: options, or a mapping of them.
-        device_mesh: of all ranks; a `meshwright.Mesh`, or a DeviceMesh of torch with an axis `pp`, see
+        device_mesh: mesh of all ranks: a `meshwright.Mesh`, or a torch DeviceMesh with an axis `pp`; see
             `meshwright.mesh.mesh.from_device_mesh`.
-        inner: makes a manager of the inner strategy on the mesh of a stage; or a strategy's name, with its defaults.
+        inner: function that returns a manager of the inner strategy for the mesh of a stage, or a strategy's name,
+            which uses its default options.
 
     Raises:
-        MeshError: a DeviceMesh that is not understood.
-        ConfigError: an option that cannot act.
+        MeshError: the DeviceMesh is not supported.
+        ConfigError: an option would have no effect or is invalid.
         StrategyError: the inner strategy cannot run in a pipeline.
     """
 
@@ -101,8 +102,8 @@ class PipelineManager(StagedStateManager):
         self._loss_objective = build_loss_objective(config.loss_fn)
         if self._loss_objective is not None and mesh.degrees.tp > 1:
             raise ConfigError(
-                f"loss_fn with tp_size={mesh.degrees.tp}: the logits are divided over the ranks of tp, and only the "
-                f"token loss knows how. Set tp_size=1, or leave loss_fn out."
+                f"loss_fn with tp_size={mesh.degrees.tp}: the logits are sharded over the ranks of tp, which only the "
+                f"token loss supports. Set tp_size=1, or leave loss_fn out."
             )
         self._staged_model: StagedModel | None = None
         self._probed: set[bool] = set()
@@ -110,7 +111,7 @@ class PipelineManager(StagedStateManager):
         self._max_length = 0
         self._steps, self._recorder = StepBookkeeping(mesh, self._trainable_parameters), StatisticsRecorder()
         self.timeline = PipelineTimelineRecorder(mesh.device, mesh.axis_rank("pp"))
-        """See `meshwright_run.run_logs`."""
+        """Recorder of timelines; see `meshwright_run.run_logs`."""
 
     # -- the model
 
@@ -150,7 +151,7 @@ class PipelineManager(StagedStateManager):
         return self._require_staged_model.parameter_names
 
     def build_cost_model(self, model: nn.Module) -> PipelineCostModel | None:
-        """What a plan needs to know of the stages of a model; see `meshwright_plan.stages.InStages`."""
+        """Return the stages of a model for a plan; see `meshwright_plan.pipeline_extrapolation.StageCostModel`."""
         return build_cost_model(model, model_layout(model), self.config, self.mesh.degrees.pp)
 
     # -- steps
@@ -171,7 +172,7 @@ class PipelineManager(StagedStateManager):
             inputs = map_microbatches(pieces, lambda piece: model_inputs(given, [piece])[0])
             choose_activations(self._stages, self._require_staged_model.rank_schedule, inputs, self.mesh.world)
             losses = self._run_schedule(pieces, given, is_training=True)
-        # Only the first step may find that a stage's gradients are not what they should be.
+        # Only the first step can detect that a stage's gradients are wrong.
         together = self.mesh.world.run_on_all_ranks
         finishing = {index: manager.finish_gradients for index, manager in self._managers.items()}
         found = {index: each() if self._gradients_are_checked else together(each) for index, each in finishing.items()}
@@ -235,21 +236,21 @@ class PipelineManager(StagedStateManager):
     def _split_microbatches(
         self, microbatches: Sequence[Batch], num_tokens: Tensor | None, given: BoundObjective | None
     ) -> list[Batch]:
-        """The step's microbatches as the schedule takes them, equally many on all ranks."""
+        """Return the step's microbatches of `pp_microbatch_size` sequences, padded to an equal number on all ranks."""
         size = self.config.pp_microbatch_size
         agreed = finish_step_sync(microbatches, num_tokens, self.mesh, self._build_requirements(given))
         self._max_length = agreed.max_length
         pieces = [piece for batch in agreed.microbatches for piece in split_batch(batch, size)]
         for stage in self._stages.values():
             stage.begin_step(agreed.num_tokens, microbatches=agreed.max_count)
-        # Ranks of one stage gather and reduce together, so all run the same schedule.
+        # The ranks of one stage gather and reduce together, so all must run the same schedule.
         length = self._require_staged_model.rank_schedule.microbatches_per_run(agreed.max_count)
         return pad_microbatches(pieces, -(-agreed.max_count // length) * length)
 
     def _run_schedule(
         self, microbatches: Sequence[Batch], given: BoundObjective | None, *, is_training: bool
     ) -> list[Tensor]:
-        """The losses of the pieces, on the last stage's rank."""
+        """Return the losses of the microbatches on the rank of the last stage; an empty list on other ranks."""
         orders, forward = self._require_staged_model.rank_schedule, next(iter(self._managers.values())).forward_runner
         has_last = any(stage.is_last for stage in self._stages.values())
 
@@ -268,8 +269,9 @@ class PipelineManager(StagedStateManager):
             yield
 
     def _build_accumulator(self, piece: Batch, given: BoundObjective | None) -> ObjectiveAccumulator | None:
-        """See `Forward.probe`; each stage finds what is wrong with its part, and the last how it takes the loss, and
-        what is wrong with an objective."""
+        """Return the accumulator of an objective, after all stages are probed; see `ForwardRunner.probe`.
+
+        The last stage also probes the loss and the objective."""
         takes_loss = given is None or given.input_kind == "tokens"
         stages, (inputs,) = self._stages.values(), model_inputs(given, [piece])
         if takes_loss not in self._probed:
@@ -288,7 +290,7 @@ class PipelineManager(StagedStateManager):
         size = self.config.pp_microbatch_size
         multiple = max(manager.forward_runner.sequence_multiple for manager in self._managers.values())
         frozen = compute_frozen_share(self.mesh, self._shared_parameters.iter_frozen())
-        # Methods, which are equal from step to step: else a step that was announced would be agreed on again.
+        # Bound methods compare equal in every step, unlike new closures, which would repeat the handshake.
         return BatchRequirements(
             self._vocab_size,
             multiple,
@@ -342,12 +344,12 @@ class PipelineManager(StagedStateManager):
 def _gather_token_stats(
     recorder: StatisticsRecorder, sizes: Sequence[torch.Size], mesh: Mesh, dtype: torch.dtype
 ) -> list[dict[str, Tensor]]:
-    """What the last stage's recorder has found, for each microbatch (B, S) of the step. Collective."""
+    """Return the statistics that the last stage recorded, for each microbatch (B, S) of the step. Collective."""
     names, counts = recorder.names, [size.numel() for size in sizes]
     values = torch.zeros(len(names), sum(counts), device=mesh.device, dtype=dtype)
     for index, name in enumerate(names if recorder.recorded else ()):
         values[index] = torch.cat([piece[name].flatten() for piece in recorder.recorded])
-    # All but one rank have zeros, so that nothing is rounded.
+    # All ranks but one contribute zeros, so nothing is rounded.
     dist.all_reduce(values, group=mesh.group("pp"))
     return [
         {

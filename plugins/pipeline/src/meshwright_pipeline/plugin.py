@@ -1,4 +1,4 @@
-"""What the distribution meshwright-pipeline registers. Imports no torch until it builds."""
+"""Hooks of meshwright-pipeline. Imports no torch until a manager is built."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def register_strategies() -> list[StrategySpec]:
         StrategySpec(
             name="pipeline",
             aliases=("pp",),
-            summary="Blocks in stages, microbatches passing through them, over any strategy.",
+            summary="Splits the blocks into stages and sends microbatches through them; wraps any strategy.",
             axes=frozenset({"pp"}),
             config_cls=PipelineConfig,
             build=build,

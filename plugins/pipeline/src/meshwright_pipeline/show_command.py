@@ -1,6 +1,6 @@
-"""`meshwright pipeline show`: what each rank will do when, before anything is started. No process group, no weights.
+"""`meshwright pipeline show`: the timeline of each rank, without starting processes or loading weights.
 
-Times are those of `schedule.order.timeline`, in forwards of an average stage; nothing is measured.
+Times are computed by `schedule.actions.compute_timeline`, in forwards of an average stage; nothing is measured.
 """
 
 from __future__ import annotations
@@ -38,29 +38,29 @@ ACTION_STYLES = {
     ActionKind.BACKWARD_INPUT: ("#35b0b8", "backward, input"),
     ActionKind.BACKWARD_WEIGHT: ("#e09f3e", "backward, weight"),
 }
-"""Colour and name of each kind of action."""
+"""Color and label of each kind of action."""
 BUBBLE_COLOR = "#d9dde3"
 
 
 @dataclass(frozen=True)
 class StageSummary:
-    """What one stage holds."""
+    """Blocks, size and cost of one stage."""
 
     blocks: tuple[str, ...]
     parameters: int
-    """Elements of its blocks and of the embedding or head; a tied weight counts on each stage that holds it."""
+    """Parameters of its blocks and of the embedding or head. A tied weight counts on each stage that holds it."""
     cost: float
-    """Time of a forward, as a multiple of the average over stages."""
+    """Time of a forward, relative to the mean over stages."""
 
 
 @dataclass(frozen=True)
 class PipelineSummary:
-    """A run's pipeline; times are in forwards of an average stage."""
+    """Schedule and stages of a run; times are in forwards of an average stage."""
 
     schedule: Schedule
     stages: tuple[StageSummary, ...]
     microbatch_size: int
-    """Sequences."""
+    """Sequences per microbatch."""
 
     @cached_property
     def times(self) -> Timeline:
@@ -80,7 +80,7 @@ class PipelineSummary:
         return [kind for kind in ACTION_STYLES if kind in used]
 
     def compute_rank_bubble(self, rank: int) -> float:
-        """The share of the whole time in which a rank waits, from 0 to 1."""
+        """Return the fraction of the total time in which a rank waits, from 0 to 1."""
         return 1 - sum(end - start for _, start, end in self.times[rank]) / self.end_time
 
     @property
@@ -93,7 +93,7 @@ class PipelineSummary:
 
     @property
     def bubble_text(self) -> str:
-        """How much of all ranks' time is waiting, as text."""
+        """Bubble fractions with this split and with equal stages, as text."""
         equal = bubble_fraction(self.schedule)
         divided = bubble_fraction(self.schedule, stage_costs=self.costs)
         return f"bubble: {divided:.1%} of all ranks' time with this split, {equal:.1%} if stages were equal"
@@ -121,7 +121,7 @@ def summarize_pipeline(config: RunConfig) -> PipelineSummary:
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(hf_config, trust_remote_code=False)
     layout = model_layout(model)
-    # A model of several modalities has several stacks, and only a run shows which of them text goes through.
+    # A multimodal model has several stacks of blocks, and only a forward shows which of them text passes through.
     blocks = max(layout.stacks, key=len, default=())
     count = compute_num_stages(options, num_layers=len(blocks), pp_size=degrees.pp)
     split = split_model(model, layout, options, count, blocks=blocks)
@@ -151,7 +151,7 @@ def _summarize_stages(model: Any, layout: Any, blocks: Sequence[Sequence[str]]) 
 
 
 def render_tables(summary: PipelineSummary) -> list[Any]:
-    """What rich prints before the timeline: tables of the split and of the ranks, and the bubbles as text."""
+    """Return what rich prints before the timeline: tables of the stages and ranks, and the bubble as text."""
     from rich.table import Table
 
     split = Table("stage", "rank", "blocks", "parameters", "cost", title=summary.headline, title_justify="left")
@@ -168,8 +168,9 @@ def render_tables(summary: PipelineSummary) -> list[Any]:
 
 
 def render_timeline(summary: PipelineSummary, width: int) -> list[Text]:
-    """The timeline, a line for each rank: letters of the actions, lower case for all but a rank's first stage; and
-    what they mean."""
+    """Return a line of action letters for each rank, and a legend.
+
+    Letters are lower case for all stages of a rank except its first."""
     from rich.text import Text
 
     schedule = summary.schedule
@@ -200,11 +201,11 @@ def render_timeline(summary: PipelineSummary, width: int) -> list[Text]:
     return [*lines, legend]
 
 
-# ---- as a picture
+# ---- as an image
 
 
 def draw_timeline(summary: PipelineSummary, path: Path) -> None:
-    """Write a PNG (or what else the name's ending says) of ranks over time."""
+    """Write an image of the ranks over time, in the format of the file's suffix."""
     # The object interface draws without a display and without global state.
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
@@ -228,7 +229,7 @@ def draw_timeline(summary: PipelineSummary, path: Path) -> None:
                 alpha=alpha,
                 edgecolor="#ffffff",
             )
-            # Numbers that would run into each other are left out.
+            # Omit numbers that would overlap.
             if (end - start) / summary.end_time > 0.008:
                 axes.text((start + end) / 2, rank, str(action.microbatch), ha="center", va="center", fontsize=7)
     axes.set_yticks(
@@ -241,7 +242,7 @@ def draw_timeline(summary: PipelineSummary, path: Path) -> None:
     patches = [Patch(color=ACTION_STYLES[kind][0], label=ACTION_STYLES[kind][1]) for kind in summary.kinds]
     patches.append(Patch(color=BUBBLE_COLOR, label="bubble"))
     if summary.schedule.num_stages > ranks:
-        patches.append(Patch(color="#000000", alpha=0.3, label="paler: not the rank's first stage"))
+        patches.append(Patch(color="#000000", alpha=0.3, label="lighter: not the rank's first stage"))
     figure.legend(handles=patches, loc="outside lower center", ncols=len(patches), fontsize=8, frameon=False)
     try:
         figure.savefig(path)
@@ -253,20 +254,22 @@ def draw_timeline(summary: PipelineSummary, path: Path) -> None:
 
 
 def add_commands(app: typer.Typer) -> None:
-    group = typer.Typer(help="Look at pipelines.", no_args_is_help=True)
+    group = typer.Typer(help="Show pipeline schedules.", no_args_is_help=True)
     app.add_typer(group, name="pipeline")
 
     @group.callback()
     def pipeline() -> None:
-        """Look at pipelines."""
+        """Show pipeline schedules."""
 
     @group.command()
     def show(
-        run_file: Annotated[Path, typer.Argument(help="A run file (YAML).")],
+        run_file: Annotated[Path, typer.Argument(help="Run file (YAML).")],
         assignments: Annotated[
-            list[str] | None, typer.Option("--set", metavar="KEY=VALUE", help="Change a value, such as pp_size=4.")
+            list[str] | None, typer.Option("--set", metavar="KEY=VALUE", help="Override a value, such as pp_size=4.")
         ] = None,
-        out: Annotated[Path | None, typer.Option(help="Draw the schedule to this file, such as schedule.png.")] = None,
+        out: Annotated[
+            Path | None, typer.Option(help="Write an image of the schedule to this file, such as schedule.png.")
+        ] = None,
     ) -> None:
         """Show the pipeline schedule of a run: stages, actions of each rank, bubbles and live microbatches.
 
@@ -286,4 +289,4 @@ def add_commands(app: typer.Typer) -> None:
             console.print(line, no_wrap=True, crop=True)
         if out is not None:
             draw_timeline(view, out)
-            console.print(f"drawn: {out}", highlight=False)
+            console.print(f"written: {out}", highlight=False)

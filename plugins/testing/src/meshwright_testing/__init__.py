@@ -1,6 +1,6 @@
-"""What strategy authors test with: worker ranks, tiny models and parity with `single`.
+"""Test tools for authors of strategies: worker ranks, tiny models and parity with `single`.
 
-Names are imported on first use, so that the command `check` is listed without torch.
+Names are imported at first access, so that listing the command `check` does not import torch.
 """
 
 from __future__ import annotations

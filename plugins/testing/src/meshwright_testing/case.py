@@ -1,4 +1,4 @@
-"""What is trained to compare strategies, and what is compared: the same global batches under every layout."""
+"""Training cases for the comparison of strategies, their batches, and the outcomes that are compared."""
 
 from __future__ import annotations
 
@@ -19,32 +19,32 @@ FLOAT32_TOLERANCE = 1e-5
 
 @dataclass(frozen=True)
 class Case:
-    """What is trained: the same global batches under every layout.
+    """Training case: a model, an optimizer, and global batches that are equal under every layout.
 
     Attributes:
-        model_type: a name for `meshwright_testing.models.build_case_model`.
-        tied: whether embedding and head are one parameter; None: the model type's default.
-        layers: number of blocks; None: the model's own.
-        steps: optimizer steps.
-        sequences: sequences of a step, over all ranks.
-        microbatches: microbatches of each rank in a step.
-        ragged: mask a random part of each sequence, so that ranks see different numbers of tokens.
-        num_masked_sequences: leading sequences of each step that are masked entirely, so that a rank has no token.
-        shares: sequences of each data rank, where they differ; None: equal shares.
-        max_norm, norm_type: clipping.
-        frozen: shell patterns of parameters that do not train.
-        optimizer: which optimizer, with its settings.
-        group_settings: (shell pattern, learning rate, weight decay) of parameters with settings of their own, in the
-            order of their groups; the rest follows `optimizer`.
-        dtype: of the model.
-        float32_parameters: shell patterns of parameters that are kept in float32, as transformers keeps routers.
-        eval_after: evaluate after each step, too.
-        unshard_after: hold the full parameters for a moment after each step, and compare them with those that
-            `iter_parameters` yields.
-        schedule: of the learning rate; None: constant.
-        route: which sequences take the branch of the "routed" model: "steps" (in no sequence of the second step) or
-            "ranks" (in those of the first half only); None: by chance.
-        adapter: options for `meshwright_testing.models.attach_adapter`: an adapter, which alone trains.
+        model_type: name for `meshwright_testing.models.build_case_model`.
+        tied: whether embedding and head are one parameter; None for the model type's default.
+        layers: number of blocks; None for the model's default.
+        steps: number of optimizer steps.
+        sequences: number of sequences per step, over all ranks.
+        microbatches: number of microbatches per rank and step.
+        ragged: whether to mask a random part of each sequence, so that ranks have different numbers of tokens.
+        num_masked_sequences: number of leading sequences of each step whose labels are all masked, so that a rank has
+            no tokens.
+        shares: number of sequences of each data rank; None for equal shares.
+        max_norm, norm_type: arguments of gradient clipping.
+        frozen: shell patterns of frozen parameters.
+        optimizer: optimizer with its settings.
+        group_settings: (shell pattern, learning rate, weight decay) of each additional parameter group; the other
+            parameters use `optimizer`.
+        dtype: dtype of the model.
+        float32_parameters: shell patterns of parameters in float32, in which transformers keeps routers.
+        eval_after: whether to evaluate after each step.
+        unshard_after: whether to unshard the parameters after each step, and compare them with `iter_parameters`.
+        schedule: schedule of the learning rate; None for a constant one.
+        route: sequences that take the branch for even tokens in the "routed" model: "steps" (none in the second step)
+            or "ranks" (only the first half of each step); None for random ones.
+        adapter: options for `meshwright_testing.models.attach_adapter`; only the adapter is trained.
     """
 
     model_type: str = "llama"
@@ -73,18 +73,18 @@ class Case:
         return hash(repr(self))
 
     def on_one_rank(self, microbatches: int = 1) -> Case:
-        """Return the case as one rank runs it, each step in so many microbatches."""
+        """Return the case for one rank, with this number of microbatches per step."""
         return replace(self, shares=None, microbatches=microbatches)
 
     @property
     def tolerance(self) -> float:
-        """Absolute tolerance between layouts: each rounds sums of parts in float32 in its own way."""
+        """Absolute tolerance between layouts, larger if parts are in float32, whose sums depend on the layout."""
         return FLOAT32_TOLERANCE if self.float32_parameters else TOLERANCE
 
 
 @dataclass(frozen=True)
 class Outcome:
-    """What a rank saw: losses and norms of each step, and the full weights at the end."""
+    """Results of a rank: losses and norms of each step, and the full weights at the end."""
 
     losses: list[float]
     norms: list[float]
@@ -118,7 +118,7 @@ def build_global_batch(case: Case, step: int) -> dict[str, Tensor]:
         ids.clamp_(max=vocab - 1)
     labels = ids.clone()
     if case.ragged:
-        # Each sequence keeps a share of its own, between almost nothing and everything.
+        # Each sequence keeps a random fraction of its labels, from almost none to all.
         keep = torch.rand(case.sequences, 1, generator=generator)
         labels[torch.rand(shape, generator=generator) > keep] = IGNORE_INDEX
     labels[: case.num_masked_sequences] = IGNORE_INDEX

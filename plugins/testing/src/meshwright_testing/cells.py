@@ -1,8 +1,8 @@
-"""One cell of the conformance suite: a layout, a case of training and a config, and its result.
+"""Cells of the conformance suite: a layout, a training case and a config, with a result.
 
-It passes when losses, norms and every rank's weights are those of `single`; it does not apply when the strategy refuses
-it with one MeshwrightError on all ranks. If that error names a remedy ("set option=value") that is an option of the
-strategy, the cell is run again with it, and must pass.
+A cell passes if losses, norms and every rank's weights equal those of `single`. It does not apply if the strategy
+rejects it with the same MeshwrightError on all ranks. If this error names a remedy ("set option=value") that is an
+option of the strategy, the cell runs again with this option, and must pass.
 """
 
 from __future__ import annotations
@@ -27,11 +27,11 @@ CellKind = Literal["train", "architecture", "objective", "norms", "state", "resu
 
 @dataclass(frozen=True)
 class Result:
-    """What became of a cell.
+    """Result of a cell.
 
     Attributes:
-        detail: the difference that was found, the error, or why the cell does not apply.
-        worst: largest absolute difference from `single`, where it was compared.
+        detail: the difference, the error, or the reason why the cell does not apply.
+        worst: largest absolute difference from `single`; None if nothing was compared.
     """
 
     cell: Cell
@@ -42,18 +42,18 @@ class Result:
 
 @dataclass(frozen=True)
 class Cell:
-    """One thing to try; see the module.
+    """One test of the suite; see the module.
 
     Attributes:
         layout: name of the layout, such as "dp_shard=2 x dp_replicate=2".
         ranks: world size.
-        sizes: for MeshSizes.
-        name: of the case.
+        sizes: fields of MeshSizes.
+        name: name of the case.
         config: options of the strategy.
-        kind: how it is tried.
+        kind: kind of the test.
         device: cpu or cuda.
-        plugin: a module that brings the strategy, for suites that do not install their package.
-        skip_reason: why it does not apply, where that is known before.
+        plugin: module that registers the strategy, for suites whose package is not installed.
+        skip_reason: reason why the cell does not apply, if known in advance.
     """
 
     strategy: str
@@ -72,7 +72,7 @@ class Cell:
         return f"{self.layout}-{self.name}".replace(" ", "_")
 
     def run(self) -> Result:
-        """Try the cell; never raises for what the strategy does."""
+        """Run the cell. Errors of the strategy become part of the result."""
         if self.skip_reason is not None:
             return Result(self, "does not apply", self.skip_reason)
         try:
@@ -83,9 +83,9 @@ class Cell:
             return refusal
         remedy = self._parse_remedy(refusal)
         if remedy:
-            reported = ", ".join(f"{name}={value}" for name, value in remedy.items())
+            settings = ", ".join(f"{name}={value}" for name, value in remedy.items())
             again = replace(self, config={**self.config, **remedy}).run()
-            return replace(again, cell=self, detail=f"with {reported}, as its error says. {again.detail}".strip())
+            return replace(again, cell=self, detail=f"with {settings}, as its error says. {again.detail}".strip())
         return Result(self, "does not apply", f"refused: {refusal}")
 
     def check(self) -> None:
@@ -99,7 +99,7 @@ class Cell:
             pytest.skip(result.detail)
 
     def _run_once(self) -> Result | str:
-        """A result, or the text with which all ranks refuse."""
+        """Return a result, or the error text with which all ranks reject the cell."""
         if self.kind == "state":
             return self._run_with_state_moved_in_memory()
         if self.kind == "resume":
@@ -118,20 +118,22 @@ class Cell:
         match self.kind:
             case "objective":
                 expected = tasks.run_objective_reference(self.case, self.device)
-                apart = max(answer.max_difference(expected) for answer in answers)
-                return self._compare_with_extra(answers, expected, apart, f"token_stats differ by {apart}")
+                difference = max(answer.max_difference(expected) for answer in answers)
+                return self._compare_with_extra(answers, expected, difference, f"token_stats differ by {difference}")
             case "norms":
                 norms = tasks.run_norms_reference(self.case, self.device)
-                apart = max(max(answer.max_difference(norms), answer.max_difference_from_total()) for answer in answers)
-                reported = f"gradient_norms tells {answers[0].by_block[0]}, and not {norms.by_block[0]}"
-                return self._compare_with_extra(answers, norms, apart, reported)
+                difference = max(
+                    max(answer.max_difference(norms), answer.max_difference_from_total()) for answer in answers
+                )
+                message = f"gradient_norms returns {answers[0].by_block[0]} instead of {norms.by_block[0]}"
+                return self._compare_with_extra(answers, norms, difference, message)
             case "bad input":
-                texts, losses = ({answer[place] for answer in answers} for place in (0, 1))
+                texts, losses = ({answer[index] for answer in answers} for index in (0, 1))
                 if len(texts) > 1 or len(losses) > 1:
                     return Result(self, "failed", f"ranks differ: {sorted(texts)}, losses {sorted(losses)}")
                 return Result(self, "passed")
-        # Some architectures compute parts in float32 whatever their dtype, whose last bits depend on the shape of the
-        # microbatch; so the reference gets the same microbatches.
+        # Some architectures compute parts in float32 under any dtype, with last bits that depend on the shape of the
+        # microbatch, so the reference uses the same microbatches.
         microbatches = self.ranks if self.kind == "architecture" else 1
         return self._compare(answers, run_reference(self.case, self.device, microbatches))
 
@@ -140,14 +142,14 @@ class Cell:
         return dict(self.config), dict(self.sizes), self.case
 
     def _run(self, ranks: int, task: Callable[..., Any], *args: Any) -> list[Any] | str:
-        """Run a task on ranks: its results, or the text with which all ranks refuse; RankError if one fails."""
+        """Run a task on ranks. Return its results, or the error text with which all ranks reject the cell."""
         answers = pool(ranks).run(_run_or_catch_refusal, self.plugin, task, args, device=self.device)
         refusals = {answer.text for answer in answers if isinstance(answer, _Refusal)}
         if not refusals:
             return answers
         if len(refusals) == 1 and all(isinstance(answer, _Refusal) for answer in answers):
             return refusals.pop()
-        raise AssertionError(f"ranks do not refuse alike: {sorted(refusals)}")
+        raise AssertionError(f"ranks do not raise the same error: {sorted(refusals)}")
 
     def _run_with_state_moved_in_memory(self) -> Result | str:
         state: list[Any] = [None]
@@ -180,7 +182,7 @@ class Cell:
         return self._run_in_parts(train, expected.outcome)
 
     def _run_in_parts(self, train: Callable[..., list[Outcome] | Result | str], expected: Outcome) -> Result | str:
-        """Train parts of the steps, each from the state of the one before: the last but one under `single`."""
+        """Train the steps in parts, each from the state of the previous part. The last but one runs under `single`."""
         bounds = (0, 2, 3, 4) if self.case.steps == 4 else (0, 2, 5, 8, 11)
         outcomes: list[Outcome] = []
         losses: list[float] = []
@@ -194,8 +196,8 @@ class Cell:
             if isinstance(found, Result):
                 return found
             if isinstance(found, str):
-                # A strategy may refuse to begin with a case, but not to continue what it has started.
-                text = f"refused to continue at step {steps.start + 1}: {found}"
+                # A strategy may reject a case at the start, but not later.
+                text = f"rejected at step {steps.start + 1}: {found}"
                 return Result(self, "failed", text) if steps.start else found
             outcomes = found
             losses += outcomes[0].losses
@@ -209,14 +211,14 @@ class Cell:
         return Result(self, status, "" if status == "passed" else str(found), found.worst)
 
     def _compare_with_extra(self, answers: Sequence[Any], expected: Any, difference: float, message: str) -> Result:
-        """Compare outcomes; where they agree, fail with `message` if something else is apart."""
+        """Compare outcomes. If they agree, fail with `message` if `difference` exceeds the tolerance."""
         result = self._compare([answer.outcome for answer in answers], expected.outcome)
         if result.status == "passed" and not difference <= self.case.tolerance:
             return Result(self, "failed", message, difference)
         return result
 
     def _parse_remedy(self, text: str) -> dict[str, Any]:
-        """Options that a refusal tells to set, and that are not set already."""
+        """Return the options that an error text says to set, without those that are already set."""
         options = get_strategy(self.strategy).config_cls.model_fields if self.plugin is None else {}
         named = re.findall(r"[Ss]et (\w+)=(\w+)", text)
         values = {"true": True, "false": False}
@@ -233,14 +235,14 @@ def _run_or_catch_refusal(plugin: str | None, task: Callable[..., Any], args: tu
     try:
         return task(*args)
     except TrainingError:
-        # Training that went wrong, not a case that is refused.
+        # An error of the training, not a rejected case.
         raise
     except MeshwrightError as error:
         return _Refusal(str(error))
 
 
 def register_plugin_module(plugin: str | None) -> None:
-    """Import a module that brings a strategy, once."""
+    """Import and register a module with a strategy, once."""
     if plugin is not None and plugin not in _registered_modules:
         get_registry().register(importlib.import_module(plugin), name=plugin)
         _registered_modules.add(plugin)

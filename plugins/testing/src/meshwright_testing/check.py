@@ -20,19 +20,19 @@ def check(
     assignments: Annotated[
         list[str] | None,
         typer.Option(
-            "--set", metavar="OPTION=VALUE", help="An option of the strategy, or a size of the mesh, such as tp_size=2."
+            "--set", metavar="OPTION=VALUE", help="Set an option of the strategy or a mesh size, such as tp_size=2."
         ),
     ] = None,
-    device: Annotated[str, typer.Option(help="cpu or cuda; several ranks may share one GPU.")] = "cpu",
+    device: Annotated[str, typer.Option(help="cpu or cuda. Several ranks can share one GPU.")] = "cpu",
     json_file: Annotated[
         Path | None, typer.Option("--json", help="Write results to this JSON file as they arrive.")
     ] = None,
     resume: Annotated[
-        bool, typer.Option("--resume", help="Skip cells whose result the JSON file already has.")
+        bool, typer.Option("--resume", help="Skip cells whose results are already in the JSON file.")
     ] = False,
     traceback: TracebackOption = False,
 ) -> None:
-    """Test a strategy: train every layout it claims on real ranks and compare with `single`, in float64.
+    """Test a strategy: train every layout that it supports on real ranks and compare with `single`, in float64.
 
     \b
     Examples:

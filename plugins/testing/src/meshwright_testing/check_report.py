@@ -20,7 +20,7 @@ from meshwright.plugin import parse_markup
 
 from .cells import Cell, Result
 
-# In a traceback, the machine's paths before those of the packages.
+# In a traceback, the machine-specific part of paths.
 _MACHINE_PATH = re.compile(r'File ".*?/(?:site-packages/|(?=(?:core|plugins|tests)/))')
 
 _STATUS_LABELS: dict[str, str | Text] = {
@@ -34,8 +34,8 @@ def run_cells(cells: Sequence[Cell], *, json_file: Path | None, resume: bool, co
     """Run all cells with a progress bar; write each result to `json_file` at once.
 
     Args:
-        resume: skip the cells that `json_file` holds already.
-        console: for the bar.
+        resume: whether to skip cells whose results are in `json_file`.
+        console: console of the progress bar.
     """
     records = _read(json_file) if resume and json_file is not None else {}
     results = []
@@ -81,7 +81,7 @@ def render_table(results: Iterable[Result]) -> Table:
 
 
 def format_reasons(results: Iterable[Result]) -> list[str]:
-    """Return a line for each reason why cells failed, do not apply or passed with a remedy, with these cells."""
+    """Return for each detail of results its status, cells and text."""
     found: dict[tuple[str, str], list[str]] = {}
     for result in results:
         if result.detail:
@@ -90,7 +90,7 @@ def format_reasons(results: Iterable[Result]) -> list[str]:
 
 
 def format_summary(results: Sequence[Result]) -> str:
-    """Return the last line: how many passed and failed."""
+    """Return the summary line: how many cells passed and failed."""
     counts = {status: sum(result.status == status for result in results) for status in _STATUS_LABELS}
     return f"{counts['passed']} passed, {counts['failed']} failed"
 

@@ -1,4 +1,4 @@
-"""Tiny random models for tests, in float64 unless reported otherwise."""
+"""Tiny random models for tests, in float64 by default."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from meshwright.plugin import ConfigError, suggest_match
 
 from .zoo import build_zoo_model, zoo_types, zoo_unsupported_reason, zoo_vocab_size
 
-# Sizes that few numbers of ranks divide; head_dim and counts of heads stay what attention needs.
+# Sizes that are divisible by few numbers of ranks. head_dim and numbers of heads are as attention needs them.
 TINY: dict[str, dict[str, Any]] = {
     "llama": {"hidden_size": 36, "intermediate_size": 52, "num_hidden_layers": 3, "vocab_size": 131}
     | {"num_attention_heads": 12, "num_key_value_heads": 2, "head_dim": 4, "max_position_embeddings": 64},
@@ -24,9 +24,9 @@ ROUTED_VOCAB = 131
 
 
 class RoutedModel(nn.Module):
-    """A causal LM whose second block takes a branch for sequences that start with an even token, and never another.
+    """Causal LM whose second block has branches for sequences with an even and an odd first token, and an unused one.
 
-    So a parameter may have no gradient in a microbatch, in a step, on a rank, or at all, depending on the data alone.
+    Depending on the data, a parameter may have no gradient in a microbatch, in a step, on a rank, or at all.
     """
 
     def __init__(self, dtype: torch.dtype, layers: int = 3) -> None:
@@ -46,7 +46,7 @@ class _RoutedBlock(nn.Module):
     def __init__(self, dtype: torch.dtype) -> None:
         super().__init__()
         self.always = nn.Linear(12, 12, dtype=dtype)
-        # Of equal shape, so that gradients which are reduced under each other's name do not show as an error.
+        # Equal shapes, so that a reduction that confuses their gradients raises no error.
         self.even = nn.Linear(12, 12, dtype=dtype)
         self.odd = nn.Linear(12, 12, dtype=dtype)
         self.never = nn.Linear(12, 5, dtype=dtype)
@@ -62,7 +62,7 @@ class _RoutedBlock(nn.Module):
 
 
 def parse_model_types(text: str) -> list[str]:
-    """Return the model names of a comma-separated list, or of "all": every type of the zoo. ConfigError for others."""
+    """Return the model names of a comma-separated list, or every type of the zoo for "all". ConfigError if unknown."""
     known = zoo_types()
     if text == "all":
         return known
@@ -88,7 +88,7 @@ def case_vocab_size(model_type: str) -> int:
 def build_case_model(
     model_type: str, *, tied: bool | None, seed: int, dtype: torch.dtype, layers: int | None = None
 ) -> nn.Module:
-    """Return the tiny model of a name: a key of TINY, "routed", or a model type of the zoo, which ignores `layers`."""
+    """Return a tiny model: a key of TINY, "routed", or a model type of the zoo, which ignores `layers`."""
     if model_type == "routed":
         torch.manual_seed(seed)
         return RoutedModel(dtype, layers or 3)
@@ -105,7 +105,7 @@ def build_tiny_model(
     dtype: torch.dtype = torch.float64,
     layers: int | None = None,
 ) -> nn.Module:
-    """Return a random causal LM of transformers with about 50,000 parameters, the same for equal arguments."""
+    """Return a random causal LM of transformers with about 50,000 parameters. It depends only on the arguments."""
     from transformers import AutoConfig, AutoModelForCausalLM
 
     ids = dict.fromkeys(("bos_token_id", "eos_token_id", "pad_token_id"))
@@ -117,10 +117,10 @@ def build_tiny_model(
 
 
 def attach_adapter(model: nn.Module, options: Mapping[str, Any], *, seed: int) -> nn.Module:
-    """Add an adapter of peft, with fields of its `LoraConfig`, that already changes what the model computes.
+    """Add an adapter of peft with random weights; `options` are fields of its `LoraConfig`.
 
-    The option `adapters` names several, of which the first trains. All values are drawn, also those that peft starts
-    from zero.
+    The option `adapters` names several adapters, of which only the first is trained. Weights that peft initializes with
+    zeros are random too, so that the adapter changes the outputs.
     """
     from peft import LoraConfig, get_peft_model
 

@@ -1,7 +1,8 @@
 """Train the same case under a strategy and under `single`, and compare.
 
-In float64 correct code agrees to about 1e-12, where a real bug shows at 1e-3; in float32 the two overlap. So cases run
-in float64 and the tolerance is 1e-9. Every rank's full weights are compared, since copies can drift apart.
+In float64, correct code agrees to about 1e-12, and real bugs cause differences of about 1e-3. In float32 the two ranges
+overlap. Cases therefore run in float64, with a tolerance of 1e-9. The full weights of every rank are compared, since
+copies can diverge.
 """
 
 from __future__ import annotations
@@ -46,16 +47,16 @@ def build_manager(
     device: str = "cpu",
     wrapper_config: Config | None = None,
 ) -> StrategyManager:
-    """Return the manager of `strategy` with the case's model, drawn by `seed`, and optimizer, ready to train.
+    """Return the manager of `strategy` with the case's model, initialized with `seed`, and its optimizer.
 
-    Called on every rank; the other arguments are as in `compare`.
+    Call it on every rank. The other arguments are as in `compare`.
     """
     manager, optimizer = build_manager_and_optimizer(
         strategy, config, sizes, case, seed=seed, device=device, wrapper_config=wrapper_config
     )
     if case.schedule is not None:
         scheduler = build_scheduler(case.schedule, optimizer, case.steps)
-        # Steps with the optimizer, so that the case trains alike in one part or in several.
+        # The schedule steps with the optimizer, so that training in parts gives the same result.
         optimizer.register_step_post_hook(lambda *_: scheduler.step())
     return manager
 
@@ -70,7 +71,7 @@ def build_manager_and_optimizer(
     device: str = "cpu",
     wrapper_config: Config | None = None,
 ) -> tuple[StrategyManager, Optimizer]:
-    """As `build_manager`, and the optimizer, which follows no schedule yet."""
+    """Return the manager as `build_manager` does, and its optimizer, without a schedule."""
     world = open_world(device)
     stack, degrees = resolve(strategy, MeshSizes(**sizes), world.size, config=config, wrapper_config=wrapper_config)
     manager = stack.build(Mesh(degrees, world))
@@ -88,7 +89,7 @@ def build_manager_and_optimizer(
 
 
 def _build_optimizer_factory(case: Case) -> OptimizerFactory:
-    """Groups as `case.rates` says, and one of the rest; or those of the case's optimizer."""
+    """Return the factory of the case's optimizer, with the groups of `case.group_settings` if there are any."""
     if not case.group_settings:
         return optimizer_factory(case.optimizer)
     cls = getattr(torch.optim, case.optimizer.name)
@@ -111,7 +112,7 @@ def _build_optimizer_factory(case: Case) -> OptimizerFactory:
 def train_steps(
     manager: StrategyManager, case: Case, steps: range, before_clip: Callable[[], None] = lambda: None
 ) -> tuple[list[float], list[float], list[float]]:
-    """Return losses, norms and evaluation losses of some steps, calling `before_clip` once gradients are complete."""
+    """Train some steps, and return losses, norms and evaluation losses. Calls `before_clip` before each clipping."""
     losses, norms, eval_losses = [], [], []
     for step in steps:
         microbatches = rank_microbatches(case, step, manager.mesh.data_rank, manager.mesh.data_size)
@@ -128,7 +129,7 @@ def train_steps(
 
 
 def full_weights(manager: StrategyManager) -> dict[str, Tensor]:
-    """Return every parameter of the model under all of its names, unsharded; also those of other stages. Collective."""
+    """Return all full parameters of the model, including other stages', under all of their names. Collective."""
     with manager.unshard() as parts:
         named = [each for part in parts for each in part.named_parameters(remove_duplicate=False)]
         found = {name: parameter.detach().clone() for name, parameter in named}
@@ -140,19 +141,19 @@ def full_weights(manager: StrategyManager) -> dict[str, Tensor]:
 
 
 def _check_iter_parameters(manager: StrategyManager) -> None:
-    """Raise AssertionError unless `iter_parameters` yields the names and bits that `unshard` holds. Collective."""
+    """Raise AssertionError unless `iter_parameters` yields the names and exact values of `unshard`. Collective."""
     given = dict(manager.iter_parameters(bucket_bytes=1 << 15))
     expected = [name for part in manager.model_parts for name, _ in part.named_parameters()]
-    # A rank of a pipeline knows the names of its own stages alone.
+    # A rank of a pipeline knows only the names of its own stages.
     if manager.mesh.degrees.pp == 1 and list(given) != expected:
-        raise AssertionError(f"iter_parameters gives {list(given)}, not {expected}")
-    for name, whole in full_weights(manager).items():
-        # A tied parameter comes under one name.
-        found = [given[name]] if name in given else given.values()
+        raise AssertionError(f"iter_parameters yields {list(given)} instead of {expected}")
+    for name, full in full_weights(manager).items():
+        # A tied parameter is yielded under one name.
+        candidates = [given[name]] if name in given else given.values()
         if not any(
-            each.dtype == whole.dtype and torch.equal(_view_as_bytes(each), _view_as_bytes(whole)) for each in found
+            each.dtype == full.dtype and torch.equal(_view_as_bytes(each), _view_as_bytes(full)) for each in candidates
         ):
-            raise AssertionError(f"iter_parameters gives another {name} than unshard")
+            raise AssertionError(f"iter_parameters yields another value of {name} than unshard")
 
 
 def _view_as_bytes(tensor: Tensor) -> Tensor:
@@ -162,7 +163,7 @@ def _view_as_bytes(tensor: Tensor) -> Tensor:
 def train_case(
     strategy: str, config: Config, sizes: Config, case: Case, device: str = "cpu", wrapper_config: Config | None = None
 ) -> Outcome:
-    """The task of one rank: all steps of the case."""
+    """Train all steps of the case on this rank. A task for `WorkerPool.run`."""
     manager = build_manager(strategy, config, sizes, case, device=device, wrapper_config=wrapper_config)
     return Outcome(*train_steps(manager, case, range(case.steps)), full_weights(manager))
 
@@ -176,11 +177,13 @@ def train_part(
     state: Mapping[str, Any] | None = None,
     device: str = "cpu",
 ) -> tuple[Outcome, dict[str, Any]]:
-    """The task of one rank: some steps of the case, from the full state that another part has returned."""
-    # Another seed than the other parts', so that what is not loaded shows.
+    """Train some steps of the case on this rank, from the full state that an earlier part returned.
+
+    Return the outcome and the full state. A task for `WorkerPool.run`."""
+    # Each part has another seed, so that values that are not loaded cause differences.
     manager = build_manager(strategy, config, sizes, case, seed=steps.start, device=device)
     if state is not None:
-        # A step of its own first, so that there is optimizer state to be replaced.
+        # Train another step first, so that there is optimizer state to replace.
         train_steps(manager, case, range(99, 100))
         first = manager.mesh.rank == 0
         manager.load_state_dict(state if first else {"model": {}, "optimizer": {}}, full=True)
@@ -190,7 +193,7 @@ def train_part(
 
 @functools.lru_cache(maxsize=256)
 def run_reference(case: Case, device: str = "cpu", microbatches: int = 1) -> Outcome:
-    """Return the outcome of the case under `single`, on one rank, each step in so many microbatches."""
+    """Return the outcome of the case under `single` on one rank, with this number of microbatches per step."""
     return pool(1).run(train_case, "single", {}, {}, case.on_one_rank(microbatches), device, device=device)[0]
 
 
@@ -206,8 +209,8 @@ def compare(
     """Train `case` under `strategy` on `world_size` ranks and under `single`.
 
     Args:
-        strategy: name; its plugin is installed, or registered on each rank.
-        case: what is trained, with which optimizer, for how many steps.
+        strategy: name of a strategy whose plugin is installed, or registered on each rank.
+        case: model, data, optimizer and number of steps.
         world_size: ranks, each a process on this machine's CPU.
         config: options of the strategy.
         sizes: of `MeshSizes`, such as `{"tp_size": 2}`.
@@ -218,7 +221,7 @@ def compare(
 
     Raises:
         RankError: a rank failed.
-        AssertionError: the ranks do not hold the parameters that the reference holds.
+        AssertionError: names or shapes of parameters differ from those of the reference.
     """
     outcomes = pool(world_size).run(train_case, strategy, config or {}, sizes or {}, case, "cpu", wrapper_config)
     return find_max_difference(outcomes, run_reference(case))
@@ -254,13 +257,14 @@ def assert_parity(
     wrapper_config: Config | None = None,
     tolerance: float | None = None,
 ) -> None:
-    """Fail unless `compare`, which documents the other arguments, stays within the tolerance.
+    """Raise AssertionError unless the differences of `compare` are within the tolerance.
 
     Args:
-        tolerance: of losses [nats], norms and weights, absolute; None: that of the case, 1e-9 in float64.
+        tolerance: absolute tolerance of losses [nats], norms and weights; None for the case's, 1e-9 in float64. For
+            the other arguments see `compare`.
 
     Raises:
-        AssertionError: it does not, or a difference is not a number.
+        AssertionError: a difference is too large, or NaN.
         RankError: a rank failed.
     """
     tolerance = case.tolerance if tolerance is None else tolerance

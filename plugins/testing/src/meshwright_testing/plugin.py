@@ -1,4 +1,4 @@
-"""Implement the hooks of this plugin. No torch in this module."""
+"""Hooks of meshwright-testing. Imports no torch."""
 
 from __future__ import annotations
 

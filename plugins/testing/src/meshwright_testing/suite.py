@@ -1,10 +1,10 @@
-"""Run a strategy through everything that it claims, against `single`.
+"""Build the conformance suite of a strategy: every layout that it claims, compared with `single`.
 
     @pytest.mark.parametrize("cell", conformance("my_strategy"), ids=str)
     def test_conformance(cell):
         cell.check()
 
-See `meshwright_testing.cells` for what a cell is and when it passes.
+See `meshwright_testing.cells` for cells and when they pass.
 """
 
 from __future__ import annotations
@@ -38,10 +38,10 @@ from .cells import Cell, CellKind, register_plugin_module
 from .models import find_unsupported_reason
 
 MOE_MODEL = "mixtral"
-"""The model of layouts with `ep`: four experts, two for each token."""
+"""Model for layouts with `ep`: four experts, two per token."""
 DECAYING_SCHEDULE = ScheduleConfig(name="linear", warmup_steps=1)
 GROUP_SETTINGS = (("*embed*", 3e-2, 0.0), ("*norm*", 2e-2, 0.2))
-"""Groups of their own, which the stages of a pipeline have in different numbers; see `Case.rates`."""
+"""Parameter groups, whose number differs between the stages of a pipeline; see `Case.group_settings`."""
 SGD = OptimizerConfig(name="SGD", lr=0.1, weight_decay=0.1, options={"momentum": 0.9})
 
 
@@ -55,27 +55,27 @@ def conformance(
     plugin: str | None = None,
     sizes: Mapping[str, int] | None = None,
 ) -> list[Cell]:
-    """Return the cells to try of a strategy.
+    """Return the conformance cells of a strategy.
 
     Args:
         strategy: name or alias.
-        ranks: world size of the larger layouts, at least 2 and even for pairs of axes.
-        config: options of the strategy that hold in every cell.
+        ranks: world size of the larger layouts, at least 2; pairs of axes need an even number of at least 4.
+        config: options of the strategy in every cell.
         models: names for `meshwright_testing.models.build_case_model`, each trained in one layout: `sizes`, or
-            data-parallel over `ranks`; None: every case of a small Llama in every layout, of a small Mixtral where
-            experts are divided.
+            data-parallel over `ranks`. None: every case in every layout, with a small Llama, or a small Mixtral for
+            expert parallelism.
         device: cpu or cuda.
-        plugin: a module that brings the strategy, where its package is not installed.
-        sizes: for MeshSizes: one layout of `ranks` ranks instead of all that the claims allow, perhaps with an axis
-            that another strategy shards by wrapping this one, such as `pp_size`.
+        plugin: module that registers the strategy, if its package is not installed.
+        sizes: fields of MeshSizes, for one layout of `ranks` ranks instead of all claimed ones. They may include an
+            axis of a wrapping strategy, such as `pp_size`.
 
     Raises:
-        StrategyError: there is no such strategy.
-        ConfigError: `ranks` or an option is not usable.
-        MeshError: `sizes` do not fill the ranks.
+        StrategyError: the strategy does not exist.
+        ConfigError: `ranks` or an option is invalid.
+        MeshError: the product of `sizes` is not `ranks`.
     """
     if ranks < 2:
-        raise ConfigError(f"ranks={ranks} cannot show anything of a strategy; use 2 or more.")
+        raise ConfigError(f"ranks={ranks} is too few to test a strategy; use 2 or more.")
     register_plugin_module(plugin)
     spec = get_strategy(strategy)
     fixed = dict(config or {})
@@ -86,11 +86,14 @@ def conformance(
         else [*iter_layouts(spec, ranks)]
     )
     if models is not None:
-        # Of the layouts that divide the data alone, where there are some, the one with the most axes.
+        # The data-parallel layout with the most axes, if there is one.
         data = [each for each in layouts if set(each[2]) <= {"dp_size", "dp_replicate_size"} and each[1] > 1]
-        place = (spec.name, *(data or layouts)[-1][:3])
-        found = ((name, Case(name, tied=None), find_unsupported_reason(name)) for name in models)
-        return [Cell(*place, name, case, fixed, "architecture", device, plugin, why) for name, case, why in found]
+        layout_fields = (spec.name, *(data or layouts)[-1][:3])
+        cases = ((name, Case(name, tied=None), find_unsupported_reason(name)) for name in models)
+        return [
+            Cell(*layout_fields, name, case, fixed, "architecture", device, plugin, reason)
+            for name, case, reason in cases
+        ]
     return [
         Cell(spec.name, layout, count, sizes, name, case, {**fixed, **extra}, kind, device, plugin, reason)
         for layout, count, sizes, main in layouts
@@ -99,7 +102,7 @@ def conformance(
 
 
 def iter_layouts(spec: StrategySpec, ranks: int) -> Iterator[tuple[str, int, dict[str, int], bool]]:
-    """Yield name, world size, sizes and whether all cases are tried, for each layout that the claims allow."""
+    """Yield name, world size, sizes and whether all cases are tried, for each layout that the strategy claims."""
     axes = [axis for axis in CLAIMABLE_AXES if axis in spec.axes and axis != "ep"]
     yield "one rank", 1, {}, not axes
     for axis in axes:
@@ -112,7 +115,7 @@ def iter_layouts(spec: StrategySpec, ranks: int) -> Iterator[tuple[str, int, dic
         yield f"{first}=2 x {second}={ranks // 2}", ranks, _build_sizes(degrees, spec), True
     if "ep" not in spec.axes:
         return
-    # The ranks of `ep` are those of other axes: dp_shard, and perhaps tp or dp_replicate.
+    # `ep` shares its ranks with other axes: dp_shard, and possibly tp or dp_replicate.
     yield "ep=2", 2, {**_build_sizes({"dp_shard": 2}, spec), "ep_size": 2}, False
     if not has_pairs:
         return
@@ -125,7 +128,7 @@ def iter_layouts(spec: StrategySpec, ranks: int) -> Iterator[tuple[str, int, dic
 
 
 def _resolve_degrees(spec: StrategySpec, ranks: int, sizes: Mapping[str, int]) -> Degrees:
-    """Return the degrees of the strategy, and of those that wrap it where it does not claim an axis itself."""
+    """Return the degrees of the strategy's stack, with a wrapping strategy for axes that it does not claim."""
     return resolve(spec.name, validate_config(MeshSizes, sizes, where="sizes"), ranks)[1]
 
 
@@ -138,7 +141,7 @@ def _build_sizes(degrees: Mapping[str, int], spec: StrategySpec) -> dict[str, in
 
 
 def _build_combined_case(case: Case, shares: tuple[int, ...] | None) -> Case:
-    """Accumulating, over ragged masks and uneven shares, with tied weights, a moving rate and clipping."""
+    """Return the case with accumulation, tied weights and uneven shares."""
     doubled = tuple(2 * share for share in shares) if shares else None
     return replace(case, tied=True, microbatches=2, sequences=24, shares=doubled)
 
@@ -156,7 +159,7 @@ def _iter_cases(
     spec: StrategySpec, degrees: Degrees, is_main_layout: bool, fixed: Mapping[str, Any]
 ) -> Iterator[_CaseEntry]:
     ranks, data_ranks = degrees.world_size, degrees.dp
-    # Two stages on each rank of a pipeline, and one block too many to divide evenly.
+    # In a pipeline, two blocks per rank, and one more, so that they do not divide evenly.
     layers = 2 * degrees.pp + 1 if degrees.pp > 1 or "pp" in spec.axes else None
     base, routed = Case(layers=layers), Case(model_type="routed", layers=layers)
     has_experts = degrees.ep > 1
@@ -209,12 +212,12 @@ def _iter_cases(
     for option, value, reason in _iter_option_values(spec.config_cls, fixed):
         case = replace(base, microbatches=2, sequences=24, tied=True)
         if CHANGES_ROUNDING in spec.config_cls.model_fields[option].metadata:
-            case = replace(case, model_type="gpt2")  # which has no parts in float32
+            case = replace(case, model_type="gpt2")  # It has no parts in float32.
         yield _build_entry(f"{option}={value}", case, {option: value}, reason=reason)
 
 
 def _iter_option_values(config_cls: type[BaseModel], fixed: Mapping[str, Any]) -> Iterator[tuple[str, Any, str | None]]:
-    """Yield option, value and why it is not tried, for every other value of each option that has few or examples."""
+    """Yield option, value and skip reason for each value except the default of options with few values or examples."""
     for name, info in config_cls.model_fields.items():
         if name in fixed:
             continue
@@ -226,7 +229,7 @@ def _iter_option_values(config_cls: type[BaseModel], fixed: Mapping[str, Any]) -
 
 
 def _find_values(annotation: Any) -> list[Any]:
-    """Return the values of a type that has few: bool, Literal, None and unions of them."""
+    """Return all values of a type with few: bool, Literal, None and unions of these."""
     if annotation is bool:
         return [True, False]
     if annotation is type(None):

@@ -1,4 +1,4 @@
-"""Tasks of one rank for cells of the conformance suite: norms by block, an objective, a run in parts, bad input.
+"""Tasks of one rank for conformance cells: norms by block, an objective, a run in parts, and bad input.
 
 Shapes: B sequences of a microbatch, S positions of each, K ids at each position.
 """
@@ -42,13 +42,13 @@ from .workers import pool
 
 @dataclass(frozen=True)
 class NormsOutcome:
-    """What a rank saw of its training, and what `gradient_norms` returned in each step."""
+    """Results of a rank, with those of `gradient_norms` in each step."""
 
     outcome: Outcome
     by_block: list[dict[str, float]]
 
     def max_difference(self, expected: NormsOutcome) -> float:
-        """Return the largest relative difference of norms; inf where blocks have other names or another order."""
+        """Return the largest relative difference of norms; inf if names or order of blocks differ."""
         pairs = list(zip(self.by_block, expected.by_block, strict=True))
         if any(list(mine) != list(theirs) for mine, theirs in pairs):
             return math.inf
@@ -57,7 +57,7 @@ class NormsOutcome:
         )
 
     def max_difference_from_total(self) -> float:
-        """Return the largest relative difference of the root of the sum of squares from the total norm of a step."""
+        """Return the largest relative difference between the total norm of a step and that of its norms by block."""
         steps = zip(self.by_block, self.outcome.norms, strict=True)
         return max(_relative_difference(math.hypot(*norms.values()) - total, total) for norms, total in steps)
 
@@ -75,8 +75,9 @@ def train_with_gradient_norms(
     wrapper_config: Config | None = None,
     compute_norms: bool = True,
 ) -> NormsOutcome:
-    """Train and ask for norms by block in each step, if `compute_norms`; AssertionError if asking has changed
-    gradients."""
+    """Train and, if `compute_norms`, call `gradient_norms` in each step.
+
+    AssertionError if this changes gradients."""
     manager = build_manager(strategy, config, sizes, case, device=device, wrapper_config=wrapper_config)
     by_block: list[dict[str, float]] = []
 
@@ -85,14 +86,14 @@ def train_with_gradient_norms(
         by_block.append(manager.gradient_norms())
         for one, other in zip(before, _copy_gradients(manager), strict=True):
             if (one is None) != (other is None) or (one is not None and not torch.equal(one, other)):
-                raise AssertionError("gradient_norms has changed gradients that the optimizer steps with.")
+                raise AssertionError("gradient_norms changed gradients that the optimizer uses.")
 
     found = train_steps(manager, case, range(case.steps), ask if compute_norms else lambda: None)
     return NormsOutcome(Outcome(*found, full_weights(manager)), by_block)
 
 
 def _copy_gradients(manager: StrategyManager) -> list[Tensor | None]:
-    """Copies of the gradients that the optimizer would step with."""
+    """Return copies of this rank's gradients of the optimizer's parameters."""
     gradients = [parameter.grad for group in manager.optimizer.param_groups for parameter in group["params"]]
     local = [each.to_local() if isinstance(each, DTensor) else each for each in gradients]
     return [None if each is None else each.clone() for each in local]
@@ -100,19 +101,19 @@ def _copy_gradients(manager: StrategyManager) -> list[Tensor | None]:
 
 @functools.lru_cache(maxsize=64)
 def run_norms_reference(case: Case, device: str = "cpu") -> NormsOutcome:
-    """Return norms of the case under `single`, on one rank, each step in one microbatch."""
+    """Return the case's outcome with norms under `single`, on one rank, with one microbatch per step."""
     return pool(1).run(train_with_gradient_norms, "single", {}, {}, case.on_one_rank(), device, device=device)[0]
 
 
-# -- an objective with weights, sums over sequences, and log-probabilities of other ids
+# -- an objective with token weights, sums over sequences, and log-probabilities of other ids
 
 
 @dataclass(frozen=True)
 class ObjectiveOutcome:
-    """What a rank saw of an objective, with further sums among the losses.
+    """Results of a rank with an objective. Losses include the extra sums.
 
-    `log_probs` are those of the last step's labels, (sequences, S), as `token_stats` returns them after the step;
-    `first` is the index of this rank's first sequence in the global batch.
+    `log_probs` are the results of `token_stats` for the labels of the last step, after it, (sequences, S).
+    `first_sequence` is the index of this rank's first sequence in the global batch.
     """
 
     outcome: Outcome
@@ -121,14 +122,14 @@ class ObjectiveOutcome:
 
     def max_difference(self, expected: ObjectiveOutcome) -> float:
         """Return the largest difference of log-probabilities from those of one rank that has all sequences."""
-        whole = expected.log_probs[self.first_sequence : self.first_sequence + len(self.log_probs)]
-        return float((self.log_probs - whole).abs().max())
+        reference = expected.log_probs[self.first_sequence : self.first_sequence + len(self.log_probs)]
+        return float((self.log_probs - reference).abs().max())
 
 
 def preference_objective(tokens: Tokens, batch: Mapping[str, Tensor]) -> tuple[Tensor, dict[str, Tensor]]:
-    """Weighted tokens, sequences by a sign and a strength, and less of some other ids."""
-    wholes_B = tokens.sum_by_sequence(tokens.log_probs)
-    sequences_B = F.softplus(wholes_B * batch["signs"]) * tokens.mask.any(1)
+    """Sum a loss of weighted tokens, one of signed sequences, and a penalty on the probabilities of other ids."""
+    log_probs_B = tokens.sum_by_sequence(tokens.log_probs)
+    sequences_B = F.softplus(log_probs_B * batch["signs"]) * tokens.mask.any(1)
     others_BSK = tokens.log_probs_for(batch["ids"]).exp() * (batch["ids"] != IGNORE_INDEX)
     others = (others_BSK.sum(-1) * tokens.mask).sum()
     value = -(tokens.log_probs * batch["weights"]).sum() + sequences_B.sum() + 10.0 * others
@@ -136,7 +137,7 @@ def preference_objective(tokens: Tokens, batch: Mapping[str, Tensor]) -> tuple[T
 
 
 def add_objective_columns(batch: Batch, vocab_size: int) -> Batch:
-    """Return a microbatch with the columns of `preference`, made of its ids; the vocabulary has so many entries."""
+    """Return a microbatch with the columns of `preference_objective`, computed from its ids."""
     ids_BS = batch["input_ids"]
     wave_BS = ids_BS.double() + torch.arange(ids_BS.shape[1])
     others_BS = (ids_BS * 7 + 3) % vocab_size
@@ -151,7 +152,7 @@ def add_objective_columns(batch: Batch, vocab_size: int) -> Batch:
 
 
 def train_objective(strategy: str, config: Config, sizes: Config, case: Case, device: str = "cpu") -> ObjectiveOutcome:
-    """Train and evaluate with `preference`, and compute token statistics after the last step."""
+    """Train and evaluate with `preference_objective`, and compute token statistics after the last step."""
     manager = build_manager(strategy, config, sizes, case, device=device)
     mesh, entries = manager.mesh, case_vocab_size(case.model_type)
     losses, norms, evaluated = [], [], []
@@ -176,20 +177,22 @@ def train_objective(strategy: str, config: Config, sizes: Config, case: Case, de
 
 @functools.lru_cache(maxsize=64)
 def run_objective_reference(case: Case, device: str = "cpu") -> ObjectiveOutcome:
-    """Return the case under `single`, on one rank, each step in one microbatch."""
+    """Return the case's outcome under `single`, on one rank, with one microbatch per step."""
     return pool(1).run(train_objective, "single", {}, {}, case.on_one_rank(), device, device=device)[0]
 
 
-# -- a run in parts: each from the checkpoint of the one before, under a schedule, with groups of different settings
+# -- a run in parts, each from the checkpoint of the previous one, with a schedule and different parameter groups
 
 Settings = frozenset[tuple[str, Any]]
-"""What a parameter group steps with: its entries that are numbers, texts or tuples of them."""
+"""Settings of a parameter group: its entries that are numbers, strings or tuples."""
 
 
 @dataclass(frozen=True)
 class PartOutcome:
-    """What a rank saw of some steps: of each, the learning rate as observers see it, and the settings of all groups of
-    all optimizers that stepped. Parameters may agree by luck, such as after a schedule's last steps; these do not."""
+    """Results of a rank for some steps.
+
+    These include, per step, the learning rate that observers see and the settings of all groups that optimizers
+    stepped. Unlike settings, parameters may agree by chance, for example after the last steps of a schedule."""
 
     outcome: Outcome
     reported_rates: list[float]
@@ -206,7 +209,7 @@ def train_part_from_checkpoint(
     target: str | None,
     device: str = "cpu",
 ) -> PartOutcome:
-    """Train some steps of the case by `train_step`, from a checkpoint if there is one."""
+    """Train some steps of the case with `train_step`, from the checkpoint `source`, if given, and save `target`."""
     manager, optimizer = build_manager_and_optimizer(strategy, config, sizes, case, seed=steps.start, device=device)
     scheduler = build_scheduler(case.schedule or ScheduleConfig(name="constant"), optimizer, case.steps)
     loop = Loop(
@@ -217,7 +220,7 @@ def train_part_from_checkpoint(
         grad_norm_type=case.norm_type,
     )
     if source is not None:
-        # A step of its own first, so that there is state to be replaced.
+        # Train another step first, so that there is state to replace.
         train_step(manager, loop, 99)
         load_checkpoint(manager, source, scheduler=scheduler)
     results, stepped = [], []
@@ -238,30 +241,33 @@ def _group_settings(group: Mapping[str, Any]) -> Settings:
 
 @functools.lru_cache(maxsize=64)
 def run_uninterrupted(case: Case, device: str = "cpu") -> PartOutcome:
-    """Return the case under `single`, on one rank, in one part."""
+    """Return the case's outcome under `single`, on one rank, in one part."""
     arguments: tuple[Any, ...] = ("single", {}, {}, case.on_one_rank(), range(case.steps), None, None, device)
     return pool(1).run(train_part_from_checkpoint, *arguments, device=device)[0]
 
 
 def find_settings_error(parts: Sequence[PartOutcome], steps: range, expected: PartOutcome) -> str:
-    """Return what is wrong with the settings that the ranks of one part have stepped with; empty: nothing."""
+    """Return the error in the settings that the ranks of a part stepped with; empty if there is none."""
     for number, step in enumerate(steps):
         known = expected.stepped_settings[step]
         keys = {key for settings in known for key, _ in settings}
-        whole = {
+        stepped = {
             frozenset(e for e in settings if e[0] in keys)
             for part in parts
             for settings in part.stepped_settings[number]
         }
-        if whole != known:
+        if stepped != known:
             return (
-                f"step {step + 1} was made with {_format_settings(whole - known)} instead of "
-                f"{_format_settings(known - whole)}"
+                f"step {step + 1} used {_format_settings(stepped - known)} instead of "
+                f"{_format_settings(known - stepped)}"
             )
         rates = {value for settings in known for key, value in settings if key == "lr"}
         for rank, part in enumerate(parts):
             if part.reported_rates[number] not in rates:
-                return f"rank {rank} reports the rate {part.reported_rates[number]} of step {step + 1}, not of {rates}"
+                return (
+                    f"rank {rank} reports the learning rate {part.reported_rates[number]} at step {step + 1} instead "
+                    f"of {rates}"
+                )
     return ""
 
 
@@ -274,7 +280,7 @@ def _format_settings(groups: set[Settings]) -> str:
 
 
 def train_on_bad_input(strategy: str, config: Config, sizes: Config, case: Case, device: str) -> tuple[str, float]:
-    """Give one rank bad microbatches, and all a bad count and clipping limit, then train a step.
+    """Pass bad microbatches on one rank, a bad count and clipping limit on all, then train a step.
 
     Return the errors, or "accepted", in order, and the loss.
     """

@@ -1,8 +1,8 @@
 """Worker ranks that stay alive between tests.
 
-Starting a process that imports torch and transformers takes seconds, a task on a running worker half a second. Each
-task gets a fresh process group over a file store, so tests share no state and no port. After a failure the workers are
-replaced, since peers of the failed rank may be stuck in a collective.
+Starting a process that imports torch and transformers takes seconds; a task on a running worker takes half a second.
+Each task gets a new process group with a file store, so tests share no state and no port. After a failure the workers
+are replaced, since peers of the failed rank may be stuck in a collective.
 """
 
 from __future__ import annotations
@@ -28,21 +28,21 @@ from meshwright.plugin import RankError, safe_path_enabled, warn
 T = TypeVar("T")
 
 GROUP_TIMEOUT_S = 60.0
-"""How long a collective of a task waits for its peers."""
+"""Timeout of collectives in a task."""
 _MAX_THREADS = 256
-"""A worker with more threads is replaced: torch before 2.13 keeps process groups of ended tasks alive in caches that
-cannot be emptied, and each gloo group has threads that poll."""
+"""Workers with more threads are replaced. torch before 2.13 keeps process groups of finished tasks alive in caches that
+cannot be cleared, and each gloo group has polling threads."""
 _TASK_FINISHED = "finished"
-"""Message to the workers when all of them have ended a task."""
+"""Message to the workers when all of them have finished a task."""
 _PRELOADED = [
     *("torch", "torch.distributed.checkpoint.state_dict", "torch.distributed.fsdp", "torch.distributed.tensor"),
     *("transformers", "transformers.modeling_utils", "meshwright.manager.data_parallel"),
 ]
-"""Modules that the fork server imports once, so that each worker starts with them."""
+"""Modules that the fork server imports once for all workers."""
 
 
 class WorkerPool:
-    """`size` processes, each a rank. Use `pool(size)` to share one."""
+    """`size` processes, one per rank. Use `pool(size)` for a shared pool."""
 
     def __init__(self, size: int) -> None:
         self.size = size
@@ -52,21 +52,21 @@ class WorkerPool:
         """Run `task(*args)` on every rank, inside a process group.
 
         Args:
-            task: a function that workers can import by its module and name; it and `args` are pickled.
-            timeout_s: limit for the whole task.
-            device: cpu, over gloo, or cuda; ranks share GPUs where there are fewer.
+            task: function that workers can import by its module and name; it and `args` are pickled.
+            timeout_s: timeout of the task.
+            device: cpu, with gloo, or cuda; ranks share GPUs if there are fewer GPUs than ranks.
 
         Returns:
             Results in order of rank.
 
         Raises:
-            RankError: a rank failed, died or took too long; with the traceback of the first one that did.
+            RankError: a rank failed, died or timed out. Includes the traceback of the first failed rank.
         """
         try:
             return self._run(task, args, timeout_s, device)
         except (ConnectionResetError, BrokenPipeError):
-            # A worker ended with the message unread: what killed it came after the previous task.
-            warn("a worker died after a task had ended; new ones take its place.", stacklevel=2)
+            # A worker died without reading the message, so its death came after the previous task.
+            warn("a worker died after a task had ended; starting new workers.", stacklevel=2)
             return self._run(task, args, timeout_s, device)
 
     def _run(self, task: Callable[..., T], args: tuple[Any, ...], timeout_s: float, device: str) -> list[T]:
@@ -74,7 +74,7 @@ class WorkerPool:
             self.close(grace_s=5.0)
         if not self._workers:
             self._start()
-        # A store that is closed late may write its file once more, while the directory is removed.
+        # A store that closes late may write its file again while the directory is removed.
         with tempfile.TemporaryDirectory(prefix="meshwright-", ignore_cleanup_errors=True) as directory:
             message = pickle.dumps((str(Path(directory) / "store"), device, task, args))
             try:
@@ -91,7 +91,8 @@ class WorkerPool:
     def close(self, *, grace_s: float = 0.0) -> None:
         """End the workers; the next task starts new ones.
 
-        Without `grace_s` [s] to clean up, what torch's compiler shares between processes is reported as leaked.
+        `grace_s` [s] is their time to clean up. Without it, objects that torch's compiler shares between processes are
+        reported as leaked.
         """
         for _, connection in self._workers:
             connection.close()
@@ -137,7 +138,7 @@ class WorkerPool:
             how = f"signal {signal.Signals(-code).name}" if code is not None and code < 0 else f"exit code {code}"
             raise RankError(f"rank {rank} of {self.size} died with {how}.") from None
         if not succeeded:
-            # The first report is the cause: peers of a failed rank are stuck until they are ended.
+            # The first report is the cause, since peers of a failed rank hang until they are ended.
             raise RankError(f"rank {rank} of {self.size} failed:\n{value}")
         return value
 
@@ -151,20 +152,20 @@ def pool(size: int) -> WorkerPool:
 
 
 def _count_threads(process: multiprocessing.process.BaseProcess) -> int:
-    """Return the number of threads of a worker; 0 where the system is not Linux."""
+    """Return the number of threads of a worker; 0 if the system is not Linux."""
     tasks = Path(f"/proc/{process.pid}/task")
     return sum(1 for _ in tasks.iterdir()) if tasks.is_dir() else 0
 
 
 def _run_worker(rank: int, size: int, connection: Connection) -> None:
-    """Run tasks in a worker until the other end closes."""
+    """Run tasks in a worker until the pool closes the connection."""
     import torch
     import torch.distributed as dist
 
     from meshwright.plugin import clear_mesh_caches, freeze_gc, open_world
 
     torch.set_num_threads(1)
-    # What is imported by now is never garbage: searching it took a fifth of a task.
+    # Imported modules are never garbage. Collections would take a fifth of a task to search them.
     freeze_gc()
     os.environ.update(RANK=str(rank), WORLD_SIZE=str(size), LOCAL_RANK=str(rank), LOCAL_WORLD_SIZE=str(size))
     while True:
@@ -183,8 +184,8 @@ def _run_worker(rank: int, size: int, connection: Connection) -> None:
             return
         except Exception:
             connection.send_bytes(pickle.dumps((False, traceback.format_exc())))
-        # Models and their hooks form cycles that hold process groups, each with polling threads of its own. After some
-        # tasks, as of pipelines over fsdp2, a first collection leaves groups that only another one finds.
+        # Models and their hooks form cycles that hold process groups, which have polling threads. After some tasks,
+        # such as pipelines over fsdp2, the first collection leaves groups that only a later one frees.
         clear_mesh_caches()
         for _ in range(3):
             gc.collect()

@@ -1,4 +1,4 @@
-"""Trackers for meshwright runs: TensorBoardTracker, Weights & Biases, MLflow and trackio, chosen in the run file."""
+"""Trackers for meshwright runs: TensorBoard, Weights & Biases, MLflow and trackio, selected in the run file."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A run of MLflow; source: mlflow.MlflowClient."""
+"""Tracker that logs to MLflow. Source: mlflow.MlflowClient."""
 
 from __future__ import annotations
 
@@ -20,19 +20,19 @@ from .tracker import BackgroundSender, Tracker, flatten_parameters
 
 RUN_ID_TAG = "meshwright.run_id"
 STATUS_BY_REASON = {"failed": "FAILED", "signal": "KILLED"}
-"""Of a run that has ended; FINISHED for other reasons."""
+"""MLflow status of a run by the reason for its end; FINISHED for other reasons."""
 HEALTH_CHECK_TIMEOUT_S = 10.0
 
-# Limits of MLflow: of a batch, and of the length of a value.
+# MLflow's limits of the size of a batch, and of the length of a value.
 _MAX_METRICS, _MAX_PARAMS, _MAX_TAGS = 1000, 100, 100
 _MAX_PARAM_LENGTH, _MAX_TAG_LENGTH = 6000, 8000
 
 _Item: TypeAlias = "Metric | RunTag | str"
-"""A str is the status with which the run ends."""
+"""A str is the final status of the run."""
 
 
 class MLflowTracker(Tracker):
-    """A run of MLflow, found again by a tag that holds the id of ours; values are sent in a thread."""
+    """Log to a run of MLflow, which has a tag with the id of the meshwright run. A thread sends the values."""
 
     def __init__(self, config: MLflowConfig, run: RunInfo) -> None:
         directory = (run.directory or Path()).absolute()
@@ -71,17 +71,17 @@ class MLflowTracker(Tracker):
 
 
 def _check_reachable(uri: str) -> None:
-    """Raise OSError where no server answers; the client itself would try for minutes."""
+    """Raise OSError if the server does not respond, since the client itself would retry for minutes."""
     if not uri.startswith(("http://", "https://")):
         return
     parts = urllib.parse.urlsplit(uri)
-    # urllib knows of no user and password there.
+    # urllib does not support a user and password in the host.
     host = parts.netloc.rpartition("@")[2]
     health = urllib.parse.urlunsplit((parts.scheme, host, f"{parts.path.rstrip('/')}/health", "", ""))
     try:
         urllib.request.urlopen(health, timeout=HEALTH_CHECK_TIMEOUT_S).close()
     except urllib.error.HTTPError:
-        # It has answered: what it makes of our requests it tells the client.
+        # The server responds. The client reports errors of its requests.
         return
 
 
@@ -89,7 +89,7 @@ def _get_or_create_experiment(client: Any, config: MLflowConfig, directory: Path
     found = client.get_experiment_by_name(config.experiment)
     if found is not None:
         return str(found.experiment_id)
-    # A store in a file would have a folder for artifacts made wherever the command was given.
+    # A file store would create the directory of artifacts in the working directory.
     location = None if client.tracking_uri.startswith("http") else (directory / "mlartifacts").as_uri()
     return str(client.create_experiment(config.experiment, artifact_location=location))
 
@@ -106,7 +106,7 @@ def _get_or_create_run(client: Any, experiment: str, config: MLflowConfig, run: 
 
 
 def _log_parameters(client: Any, run_id: str, run: RunInfo) -> None:
-    """Log parameters, which never change in MLflow: one that differs in a resumed run becomes a tag."""
+    """Log parameters. MLflow does not allow changes, so a parameter that differs in a resumed run becomes a tag."""
     known = client.get_run(run_id).data.params
     wanted = {_escape_name(name): str(value)[:_MAX_PARAM_LENGTH] for name, value in flatten_parameters(run).items()}
     missing = [Param(name, value) for name, value in wanted.items() if name not in known]
@@ -118,5 +118,5 @@ def _log_parameters(client: Any, run_id: str, run: RunInfo) -> None:
 
 
 def _escape_name(name: str) -> str:
-    """Replace the characters that MLflow refuses by their numbers."""
+    """Replace each character that MLflow rejects with its hexadecimal code point."""
     return re.sub(r"[^\w\-. :/]", lambda match: f"_{ord(match[0]):x}_", name, flags=re.ASCII)

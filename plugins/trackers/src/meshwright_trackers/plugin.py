@@ -1,4 +1,4 @@
-"""The entry point of meshwright-trackers, which imports no library of a tracker before it is built."""
+"""Hooks of meshwright-trackers. The library of a tracker is imported only when the tracker is built."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from .tracker import Tracker
 
 @dataclass(frozen=True)
 class TrackerLibrary:
-    """The library of a tracker and of the extra that brings it: any of the distributions, all of the modules."""
+    """Library of a tracker. One of the distributions and all of the modules must be installed."""
 
     tracker: str
     distributions: tuple[str, ...]
@@ -26,7 +26,7 @@ class TrackerLibrary:
     min_version: tuple[int, int]
 
     def check(self) -> None:
-        """Raise ConfigError where it is missing or too old, without importing it."""
+        """Raise ConfigError if the library is missing or too old, without importing it."""
         remedy = (
             f"Install it from a clone of meshwright with: pip install -c constraints.txt -e "
             f"'plugins/trackers[{self.tracker}]', or leave {self.tracker} out of trackers."
@@ -54,7 +54,7 @@ def _parse_major_minor(text: str) -> tuple[int, int]:
 
 TENSORBOARD = TrackerLibrary("tensorboard", ("tensorboard",), ("tensorboard",), (2, 20))
 WANDB = TrackerLibrary("wandb", ("wandb",), ("wandb",), (0, 31))
-# Either has the client; the stores in files of databases need the two others.
+# Both distributions include the client. Database stores in files need sqlalchemy and alembic.
 MLFLOW = TrackerLibrary("mlflow", ("mlflow-skinny", "mlflow"), ("mlflow", "sqlalchemy", "alembic"), (3, 17))
 TRACKIO = TrackerLibrary("trackio", ("trackio",), ("trackio",), (0, 43))
 
@@ -82,9 +82,9 @@ def register_trackers() -> list[TrackerSpec]:
     return [
         TrackerSpec(library.tracker, summary, config_cls, build, partial(_check, library))
         for library, summary, config_cls, build in (
-            (TENSORBOARD, "Event files, which TensorBoard shows.", TensorBoardConfig, build_tensorboard),
+            (TENSORBOARD, "Event files for TensorBoard.", TensorBoardConfig, build_tensorboard),
             (WANDB, "Weights & Biases, online or offline.", WandbConfig, build_wandb),
-            (MLFLOW, "MLflow: a server, or a store in a file.", MLflowConfig, build_mlflow),
+            (MLFLOW, "MLflow: a server, or a file store.", MLflowConfig, build_mlflow),
             (
                 TRACKIO,
                 "trackio: a local file, a Space of the Hugging Face Hub, or a server.",

@@ -1,4 +1,7 @@
-"""Event files of TensorBoardTracker; source: tensorboard.summary.writer, event.proto, tensorboard.plugins.hparams."""
+"""Tracker that writes event files for TensorBoard.
+
+Source: tensorboard.summary.writer, event.proto, tensorboard.plugins.hparams.
+"""
 
 from __future__ import annotations
 
@@ -23,22 +26,22 @@ from .config import TensorBoardConfig
 from .tracker import Tracker, flatten_parameters
 
 _MAX_QUEUE_SIZE = 1000
-"""So many events are written by the library's thread before a step waits for it."""
+"""Maximum number of events that wait for the library's thread; beyond it, a step waits."""
 _FLUSH_S = 10
-"""Between writes to the disk, where TensorFlow is installed and buffers; else each is made at once."""
+"""Time between flushes [s] if TensorFlow, which buffers, is installed; without it, events are written at once."""
 
 
 class TensorBoardTracker(Tracker):
-    """Event files of TensorBoardTracker, with the run file as text and as hyperparameters.
+    """Write event files for TensorBoard, with the run file as text and as hyperparameters.
 
-    The file of a resumed run says from which step on earlier events are void.
+    The file of a resumed run marks earlier events from its first step on as void.
     """
 
     def __init__(self, config: TensorBoardConfig, run: RunInfo) -> None:
         directory = Path(config.log_dir) if config.log_dir else (run.directory or Path()) / "tensorboard"
         self._writer = EventFileWriter(str(directory), max_queue_size=_MAX_QUEUE_SIZE, flush_secs=_FLUSH_S)
         self._step = run.start_step
-        # Also where nothing was logged before: then it voids nothing.
+        # Harmless in a new run, which has no earlier events.
         started = SessionLog(status=SessionLog.START)
         self._writer.add_event(Event(wall_time=time.time(), step=run.start_step + 1, session_log=started))
         given = flatten_parameters(run)
@@ -60,7 +63,7 @@ class TensorBoardTracker(Tracker):
             [_make_text_value("end", _format_markdown_table(facts or {"end/reason": reason}))], step=self._step
         )
         if reason not in ("failed", "signal"):
-            # TensorBoardTracker keeps the first verdict, and a run that has failed may continue.
+            # TensorBoard keeps the first status, but a failed run may be resumed.
             ended = plugin_data_pb2.SessionEndInfo(status=api_pb2.STATUS_SUCCESS, end_time_secs=time.time())
             self._write_values(
                 [_make_hparams_value(plugin_data_pb2.HParamsPluginData(session_end_info=ended))], step=self._step
@@ -94,7 +97,7 @@ def _escape_cell(value: object) -> str:
 def _make_session_start(name: str, values: Mapping[str, object]) -> plugin_data_pb2.HParamsPluginData:
     info = plugin_data_pb2.SessionStartInfo(group_name=name, start_time_secs=time.time())
     for key, value in values.items():
-        # A bool is an int, but no number there.
+        # A bool is an int in Python, but not a number in TensorBoard.
         if isinstance(value, bool):
             info.hparams[key].bool_value = value
         elif isinstance(value, int | float):

@@ -1,11 +1,11 @@
-"""What all trackers share: the names of metrics, the observer of a run, and a thread that sends.
+"""Base class of trackers, the names of metrics, and a thread that sends values.
 
-[Note: names of metrics] Values are those of metrics.jsonl, and steps are the run's, from 1:
-    train/      loss, grad_norm, learning_rate, learning_rate/GROUP where there are several, tokens, flops
-    eval/SET    losses of the sets, in steps that evaluate
-    sum/NAME    further sums of an objective
+[Note: names of metrics] Values are those of metrics.jsonl; steps are numbered from 1:
+    train/      loss, grad_norm, learning_rate, learning_rate/GROUP if there are several, tokens, flops
+    eval/SET    losses of the evaluation sets, in steps that evaluate
+    sum/NAME    extra sums of an objective
     speed/      tokens_per_second, tokens_per_second_per_device, mfu
-    time/step   seconds of the step; time/PART its parts
+    time/step   seconds of the step; time/PART of its parts
     memory/KIND bytes of the first rank
     norm/BLOCK  gradient norms by block, in steps that measure them
     checkpoint/ seconds, is_best, in steps that save
@@ -26,7 +26,7 @@ PlainValue = str | int | float | bool | None
 
 
 def collect_step_metrics(result: StepResult) -> dict[str, float]:
-    """The numbers of a step; see [Note: names of metrics]. What is not known is left out."""
+    """Return the metrics of a step; see [Note: names of metrics]. Unknown values are left out."""
     rates = result.learning_rates if len(result.learning_rates) > 1 else {}
     found: dict[str, float | None] = {
         "train/loss": result.loss,
@@ -53,7 +53,9 @@ def collect_checkpoint_metrics(checkpoint: SavedCheckpoint) -> dict[str, float]:
 
 
 def flatten_parameters(run: RunInfo) -> dict[str, PlainValue]:
-    """The run file with dots in its keys, without its trackers, which may hold secrets; and `run.` what it became."""
+    """Return the options of the run file, with dotted keys, and facts of the run under `run.`.
+
+    The options of trackers are left out, since they may contain secrets."""
     facts: dict[str, PlainValue] = {
         "id": run.id,
         "strategy": run.strategy,
@@ -76,7 +78,7 @@ def _add_prefix(prefix: str, values: Mapping[str, float]) -> dict[str, float]:
 
 
 def _flatten(values: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, PlainValue]]:
-    """Lists are numbered where they hold mappings, and else are JSON."""
+    """Yield values with dotted keys. Lists of mappings get numbers as keys; other lists become JSON."""
     for key, value in values.items():
         name = f"{prefix}{key}"
         if isinstance(value, list | tuple) and any(isinstance(each, Mapping) for each in value):
@@ -90,21 +92,21 @@ def _flatten(values: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str,
 
 
 class Tracker(ABC):
-    """An observer on the first rank of a run, whose constructor opens or resumes the run of its library."""
+    """Base class of trackers: observers on the first rank. The constructor opens or resumes the library's run."""
 
     _has_ended = False
 
     @abstractmethod
     def log(self, values: Mapping[str, float], *, step: int, end_time: float) -> None:
-        """Log numbers of a step by name, possibly infinite or NaN, known at `end_time` [s since 1970]."""
+        """Log values of a step by name, possibly infinite or NaN. `end_time` is their time [s since 1970]."""
 
     @abstractmethod
     def log_text(self, name: str, text: str, *, step: int) -> None:
-        """Log a text; the last one of a name matters most."""
+        """Log a text. A tracker may keep only the last text of a name."""
 
     @abstractmethod
     def finish(self, reason: EndReason, facts: Mapping[str, str | float]) -> None:
-        """Log how the run has ended, and store everything."""
+        """Log the reason for the end of the run, and send or store all values."""
 
     def close(self) -> None:
         """End the run as failed if its end was not reported."""
@@ -137,8 +139,9 @@ ItemT = TypeVar("ItemT")
 
 
 class BackgroundSender(Generic[ItemT]):
-    """Sends all waiting items in order, in a thread, so that no server delays the run; the next `put` or `finish`
-    raises errors.
+    """Send items in order in a thread, so that a server does not delay the run.
+
+    The next `put` or `finish` raises the thread's error.
     """
 
     def __init__(self, send: Callable[[Sequence[ItemT]], None], *, name: str) -> None:
@@ -148,12 +151,12 @@ class BackgroundSender(Generic[ItemT]):
         self._is_finishing = False
         self._error: Exception | None = None
         self._has_failed = False
-        # A daemon, so that a hanging send does not keep the process from ending.
+        # A daemon thread, so that a hanging send does not keep the process alive.
         self._thread = threading.Thread(target=self._send_loop, name=name, daemon=True)
         self._thread.start()
 
     def put(self, *items: ItemT) -> None:
-        """Add items. Raises the error of sending earlier ones, once; after that nothing is sent."""
+        """Add items. If sending earlier ones failed, raise the error once, and afterwards send nothing."""
         with self._condition:
             self._raise_error()
             if self._has_failed:
@@ -162,7 +165,7 @@ class BackgroundSender(Generic[ItemT]):
             self._condition.notify()
 
     def finish(self, timeout_s: float) -> None:
-        """Wait until everything is sent. Raises as `put`, or TimeoutError."""
+        """Wait until all items are sent. Raise errors as `put` does, or TimeoutError."""
         with self._condition:
             self._is_finishing = True
             self._condition.notify()
@@ -170,7 +173,7 @@ class BackgroundSender(Generic[ItemT]):
         with self._condition:
             self._raise_error()
             if self._thread.is_alive():
-                raise TimeoutError(f"what was logged last has not been taken after {timeout_s:g} s")
+                raise TimeoutError(f"the last values were not sent within {timeout_s:g} s")
 
     def _raise_error(self) -> None:
         error, self._error = self._error, None

@@ -1,4 +1,4 @@
-"""A run of trackio; source: trackio.init, Run.log, Run.alert."""
+"""Tracker that logs to trackio. Source: trackio.init, Run.log, Run.alert."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ from .tracker import Tracker, flatten_parameters
 
 
 class TrackioTracker(Tracker):
-    """A run of trackio, found again by its name, which holds a part of the id of ours."""
+    """Log to a run of trackio, identified by its name. By default this has a part of the meshwright run's id."""
 
     def __init__(self, config: TrackioConfig, run: RunInfo) -> None:
-        # Another run may have a chosen name, but not one with our id.
+        # A name from the options may belong to another run; a name with the run's id does not.
         continues = config.name is None or run.start_step > 0
         self._run = trackio.init(
             project=config.project,

@@ -1,4 +1,4 @@
-"""A run of Weights & Biases; source: wandb.init, Run.log, Run.mark_preempting."""
+"""Tracker that logs to Weights & Biases. Source: wandb.init, Run.log, Run.mark_preempting."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from .tracker import Tracker, flatten_parameters
 
 
 class WandbTracker(Tracker):
-    """A run of Weights & Biases under the id of ours, so that a resumed run is the same there."""
+    """Log to a run of Weights & Biases with the meshwright run's id, so that a resumed run continues it."""
 
     def __init__(self, config: WandbConfig, run: RunInfo) -> None:
         self._run = wandb.init(
@@ -29,7 +29,7 @@ class WandbTracker(Tracker):
             id=run.id,
             resume="allow",
             reinit="create_new",
-            # Ranks write to the terminal themselves, and the run is not to be named after the launcher's file.
+            # Do not capture the terminal, which ranks write to themselves.
             settings=wandb.Settings(console="off"),
         )
         # A run may be resumed with other options.

@@ -1,10 +1,10 @@
-"""Hugging Face's Trainer and TRL's trainers over any strategy, with the numbers that one process has.
+"""Run Hugging Face's Trainer and TRL's trainers under any strategy, with the results of one process.
 
     from meshwright_trainer import MeshSFTTrainer
     trainer = MeshSFTTrainer("path", args=SFTConfig(...), train_dataset=..., mesh={"strategy": "fsdp2", "tp_size": 2})
 
-`MeshTrainerMixin` goes before any other class that derives from `transformers.Trainer`, `MeshGRPOMixin` before one that
-derives from trl's `GRPOTrainer`. Classes over trl's are made when they are asked for, and need trl then.
+For other subclasses of `transformers.Trainer`, put `MeshTrainerMixin` first among the bases; for subclasses of trl's
+`GRPOTrainer`, `MeshGRPOMixin`. Classes based on trl are created at first access, which imports trl.
 """
 
 from __future__ import annotations
@@ -43,13 +43,13 @@ def __getattr__(name: str) -> Any:
     if name in _LAZY_EXPORTS:
         return getattr(import_module(_LAZY_EXPORTS[name], __name__), name)
     if name in _TRAINER_CLASSES:
-        made = globals()[name] = _make_trainer_class(name, *_TRAINER_CLASSES[name])
-        return made
+        cls = globals()[name] = _make_trainer_class(name, *_TRAINER_CLASSES[name])
+        return cls
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 
 def _make_trainer_class(name: str, package: str, base: str) -> type:
-    """The mixin over a trainer of an installed package."""
+    """Create the class of the mixin and a trainer of an installed package."""
     from .grpo import MeshGRPOMixin
     from .mixin import MeshTrainerMixin
 
@@ -57,8 +57,8 @@ def _make_trainer_class(name: str, package: str, base: str) -> type:
         cls = getattr(import_module(package), base)
     except ImportError as error:
         raise ConfigError(
-            f"{name} is over {base} of {package}, which cannot be imported: {error}. Install it: pip install "
+            f"{name} derives from {base} of {package}, which cannot be imported: {error}. Install it: pip install "
             f"'{package}>=1.16'."
         ) from error
     mixin = MeshGRPOMixin if base == "GRPOTrainer" else MeshTrainerMixin
-    return type(name, (mixin, cls), {"__doc__": f"`{base}` over a mesh; see `{mixin.__name__}`."})
+    return type(name, (mixin, cls), {"__doc__": f"`{base}` on a mesh; see `{mixin.__name__}`."})

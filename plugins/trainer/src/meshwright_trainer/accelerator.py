@@ -1,8 +1,8 @@
-"""The accelerator as a trainer sees it over a mesh: a process is a data rank.
+"""Accelerator for trainers on a mesh, in which a process is a data rank.
 
-Trainers count processes, deal out batches and gather metrics by their accelerator, as if each rank had a batch of its
-own. Over a mesh those that differ in pp, cp or tp share one, so that here all of them are one process.
-Source: accelerate.Accelerator, whose methods these are.
+Trainers use their accelerator to count processes, distribute batches and gather metrics, and assume that each process
+has its own batch. On a mesh, ranks that differ in pp, cp or tp share a batch, so together they act as one process.
+Source: accelerate.Accelerator, whose interface this implements.
 """
 
 from __future__ import annotations
@@ -23,21 +23,21 @@ from meshwright.plugin import Mesh
 
 
 class MeshAccelerator:
-    """The accelerator of a trainer, of which each process is a data rank; what is not here is its own."""
+    """Wrapper of a trainer's accelerator, in which a process is a data rank. Other attributes are the accelerator's."""
 
     def __init__(self, accelerator: Any, mesh: Mesh) -> None:
         self._accelerator, self._mesh = accelerator, mesh
         self.num_processes, self.process_index = mesh.data_size, mesh.data_rank
         self.even_batches = True
-        """Whether each data rank gets as many batches, some twice if need be."""
+        """Whether all data ranks get the same number of batches, by repeating some."""
         self.has_batch: list[bool] | None = None
-        """Of an evaluation: which data ranks have a batch, of whatever number of rows; None: all, of as many."""
+        """In evaluation, whether each data rank has a batch, of any number of rows. None: all have, of equal sizes."""
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._accelerator, name)
 
     def prepare(self, *objects: Any, **_: Any) -> Any:
-        """A data loader of this data rank's batches; anything else is the manager's affair, and as it was."""
+        """Replace each data loader with one of this data rank's batches. Other objects are returned unchanged."""
         prepared = tuple(self._shard_loader(each) if isinstance(each, DataLoader) else each for each in objects)
         return prepared if len(prepared) > 1 else prepared[0]
 
@@ -45,7 +45,7 @@ class MeshAccelerator:
         config = self._accelerator.dataloader_config
         stream, count, place = loader.dataset, self.num_processes, self.process_index
         if isinstance(stream, IterableDataset) and not self.even_batches and getattr(stream, "n_shards", 0) < count:
-            # Accelerate fills up the last batches with rows of the first.
+            # Accelerate would pad the last batches with rows of the first.
             loader = copy(loader)
             loader.__dict__["dataset"] = StreamShard(stream, loader.batch_size or 1, count, place)
             count, place = 1, 0
@@ -56,7 +56,7 @@ class MeshAccelerator:
             process_index=place,
             split_batches=config.split_batches,
             put_on_device=True,
-            # Ranks that share a batch draw the same order by its seed; a generator is sent over all ranks.
+            # Synchronize the sampler's generator over all ranks, since ranks that share a batch need the same order.
             rng_types=["generator"],
             dispatch_batches=False,
             even_batches=self.even_batches and config.even_batches,
@@ -72,7 +72,7 @@ class MeshAccelerator:
         return nullcontext()
 
     def gather(self, values: Any) -> Any:
-        """Tensors, in containers, of all data ranks behind each other along dim 0; scalars become (data ranks,)."""
+        """Concatenate nested tensors of all data ranks along dim 0; scalars become (data ranks,). Collective."""
         return recursively_apply(self._gather_tensor, values)
 
     def _gather_tensor(self, value: Tensor) -> Tensor:
@@ -93,7 +93,7 @@ class MeshAccelerator:
         return parts
 
     def gather_objects(self, value: Any) -> list[Any]:
-        """What the first rank of each data rank has, any object, in the order of data ranks. Collective, over all."""
+        """Return an object of the first rank of each data rank, in order of data ranks. Collective over all ranks."""
         mesh = self._mesh
         reported: list[Any] = [None] * mesh.world.size
         mine = (mesh.data_rank, value) if mesh.is_data_leader else None
@@ -101,7 +101,7 @@ class MeshAccelerator:
         return [each for _, each in sorted(filter(None, reported), key=lambda pair: pair[0])]
 
     def gather_for_metrics(self, values: Any, use_gather_object: bool = False) -> Any:
-        """`gather`; what is evaluated twice for the sake of even batches is not here, see `MeshTrainerMixin`."""
+        """Call `gather`. No rows are evaluated twice, so none must be dropped; see `MeshTrainerMixin`."""
         return self.gather(values)
 
     def reduce(self, values: Any, reduction: str = "sum", scale: float = 1.0) -> Any:
@@ -114,7 +114,7 @@ class MeshAccelerator:
         return values if reduction == "none" else recursively_apply(reduced, values)
 
     def pad_across_processes(self, values: Tensor, dim: int = 0, pad_index: int = 0, pad_first: bool = False) -> Tensor:
-        """A tensor made as long along `dim` as the longest of all data ranks."""
+        """Pad a tensor along `dim` to the maximum length over all data ranks. Collective."""
         if self.num_processes == 1 or dim >= values.dim():
             return values
         length = int(self.gather(torch.tensor(values.shape[dim], device=values.device)).max())
@@ -127,7 +127,7 @@ class MeshAccelerator:
 
 
 class StreamShard(IterableDataset[Any]):
-    """The rows of a stream that are a data rank's: batches go round, and none is there twice."""
+    """Rows of a stream for one data rank. Batches are distributed in turn, and none is repeated."""
 
     def __init__(self, stream: Iterable[Any], batch_size: int, count: int, index: int) -> None:
         self._stream, self._batch_size, self._count, self._index = stream, batch_size, count, index
@@ -137,7 +137,7 @@ class StreamShard(IterableDataset[Any]):
 
 
 class LocalAccelerator:
-    """Instead of an accelerator within an objective, where nothing may be sent: each rank sees its own share."""
+    """Stand-in for an accelerator inside an objective, which must not communicate: each rank sees only its values."""
 
     def __init__(self, accelerator: Any, num_processes: int) -> None:
         self._accelerator, self.num_processes = accelerator, num_processes

@@ -1,6 +1,6 @@
-"""What the `mesh` and the arguments of a trainer mean: a layout, as of a run file, and what cannot be honoured there.
+"""Parse the `mesh` of a trainer, and check its arguments: reject those that a mesh does not support.
 
-`arguments.yaml` lists all arguments. One that it lacks is a user's own, and left alone.
+`arguments.yaml` lists all arguments. Others belong to a user's own subclass and are ignored.
 """
 
 from __future__ import annotations
@@ -30,17 +30,17 @@ from meshwright.plugin import (
 )
 
 NEVER_CALLED = ("create_optimizer", "create_optimizer_and_scheduler", "prediction_step")
-"""Methods of Trainer that users override, and that nothing calls over a mesh."""
+"""Methods of Trainer that users override, but that are never called on a mesh."""
 REPLACED_METHODS = ("training_step", "evaluation_loop", "save_model")
-"""Those that are not called where the mixin goes before the class that overrides them."""
+"""Methods that are not called if the mixin comes before the class that overrides them."""
 SUPPORTED_TRL_TRAINERS = frozenset({"SFTTrainer", "DPOTrainer", "RewardTrainer", "GRPOTrainer"})
-"""Trainers of trl that go over a mesh."""
+"""Supported trainers of trl."""
 _MISSING = object()
 
 
 @cache
 def load_argument_rules() -> dict[str, dict[str, Any]]:
-    """`arguments.yaml`: "supported", "ignored", "constructor", "since": texts by name; "rejected": rules by name."""
+    """Load `arguments.yaml`: texts by name in each section, and rules by name in "rejected"."""
     text = files(__package__).joinpath("arguments.yaml").read_text(encoding="utf-8")
     return dict(yaml.safe_load(text))
 
@@ -50,8 +50,9 @@ def find_training_arguments(values: Iterable[Any]) -> Any:
 
 
 def check_arguments(args: Any, trainer: type, constructor_arguments: Mapping[str, Any] | None = None) -> None:
-    """Refuse the first argument (`constructor_arguments` by name, or in `args`) or overridden method that cannot be
-    honoured; on every rank.
+    """Raise ConfigError for the first unsupported argument or overridden method, on every rank.
+
+    Arguments are looked up in `constructor_arguments`, by name, then in `args`.
     """
     for name, rule in load_argument_rules()["rejected"].items():
         value = _get_argument((constructor_arguments or {}, args), name)
@@ -60,18 +61,18 @@ def check_arguments(args: Any, trainer: type, constructor_arguments: Mapping[str
         if all(getattr(args, other, None) == each for other, each in rule.get("only_with", {}).items()):
             for each in _list_elements(value):
                 if (each not in rule["except"]) if "except" in rule else (each in rule["values"]):
-                    beside = "".join(f" with {key}={text!r}" for key, text in rule.get("only_with", {}).items())
+                    condition = "".join(f" with {key}={text!r}" for key, text in rule.get("only_with", {}).items())
                     raise ConfigError(
-                        f"{name}={_unwrap_enum(value)!r:.200}{beside} cannot be honoured over a mesh: "
+                        f"{name}={_unwrap_enum(value)!r:.200}{condition} is not supported on a mesh: "
                         f"{rule['reason']}. {rule['remedy']}."
                     )
     _check_trainer(trainer)
     _check_methods(trainer)
 
 
-def _get_argument(places: Iterable[Any], name: str) -> Any:
-    """An argument of the first place that has it; `parent.key` of its mapping or object."""
-    for each in places:
+def _get_argument(sources: Iterable[Any], name: str) -> Any:
+    """Return an argument from the first mapping or object that has it; `parent.key` names an entry of another."""
+    for each in sources:
         for key in name.split("."):
             each = each.get(key, _MISSING) if isinstance(each, Mapping) else getattr(each, key, _MISSING)
         if each is not _MISSING:
@@ -92,12 +93,14 @@ def _check_trainer(trainer: type) -> None:
     of_trl = [each.__name__ for each in trainer.__mro__ if each.__module__.startswith("trl.")]
     if of_trl and not SUPPORTED_TRL_TRAINERS & set(of_trl):
         raise ConfigError(
-            f"{of_trl[0]} of trl does not go over a mesh: its batches and models are not known here. Take one of "
+            f"{of_trl[0]} of trl is not supported on a mesh: its batches and models are not known here. Use one of "
             f"{', '.join(sorted(SUPPORTED_TRL_TRAINERS))}, or write its loss as an objective; see "
             "docs/reference/objectives.md."
         )
     if "GRPOTrainer" in names and "MeshGRPOMixin" not in names:
-        raise ConfigError("GRPOTrainer goes over a mesh with MeshGRPOMixin before it, and not MeshTrainerMixin alone.")
+        raise ConfigError(
+            "GRPOTrainer needs MeshGRPOMixin instead of MeshTrainerMixin. Put MeshGRPOMixin first among the bases."
+        )
 
 
 def _check_methods(trainer: type) -> None:
@@ -109,27 +112,27 @@ def _check_methods(trainer: type) -> None:
         for name in (*NEVER_CALLED, *(REPLACED_METHODS if at > mixin else ())):
             if name in vars(cls):
                 raise ConfigError(
-                    f"{cls.__name__}.{name} would never be called over a mesh, where the manager steps, evaluates and "
-                    f"saves. Give optimizer_cls_and_kwargs=(class, options), override compute_loss, or override "
+                    f"{cls.__name__}.{name} would never be called on a mesh, where the manager steps, evaluates and "
+                    f"saves. Pass optimizer_cls_and_kwargs=(class, options), override compute_loss, or override "
                     f"{', '.join(REPLACED_METHODS)} in a class that derives from one with MeshTrainerMixin, and call "
                     "super()."
                 )
 
 
 def check_model(model: Any) -> None:
-    """Refuse a model with the head of a vocabulary that does not predict the next token."""
+    """Raise ConfigError for a model with a language-model head that does not predict the next token."""
     if not hasattr(model, "get_output_embeddings") or model.get_output_embeddings() is None:
         return
     usual = LOSS_MAPPING.get(getattr(model, "loss_type", None), ForCausalLMLoss) is ForCausalLMLoss
     if not usual or getattr(model.config, "is_encoder_decoder", False):
         raise ConfigError(
-            f"{type(model).__name__} is no causal language model: its labels are not those of the next token, which is "
-            f"what is trained over a mesh. Give one of transformers' AutoModelForCausalLM."
+            f"{type(model).__name__} is not a causal language model: its labels are not the next tokens, which a mesh "
+            f"requires. Use a model of transformers' AutoModelForCausalLM."
         )
 
 
 def set_router_loss_config(trainer: Any) -> None:
-    """Write TRL's choice of a router loss into the model's configuration, where the manager reads it."""
+    """Copy TRL's router loss options to the model's configuration, where the manager reads them."""
     if hasattr(trainer, "aux_loss_enabled"):
         text = trainer.model.config.get_text_config()
         if hasattr(text, "output_router_logits"):
@@ -138,10 +141,10 @@ def set_router_loss_config(trainer: Any) -> None:
 
 
 def apply_training_arguments(args: Any, options: MeshOptions, spec: StrategySpec) -> MeshOptions:
-    """The options of a layout with those that a trainer's arguments have for it: precision and recomputation."""
+    """Return the options with those that follow from a trainer's arguments: autocast and activation checkpointing."""
     config = options.strategy_config
     if isinstance(config, BaseModel):
-        # What has its default is as if left out.
+        # A default value counts as not set.
         own = coerce_config(spec.config_cls, config, where=f"strategy_config of {spec.name!r}")
         config = {
             name: getattr(own, name)
@@ -155,11 +158,11 @@ def apply_training_arguments(args: Any, options: MeshOptions, spec: StrategySpec
     if args.gradient_checkpointing:
         selects = (args.gradient_checkpointing_kwargs or {}).get("selective")
         wanted["activation_checkpointing"] = ("selective" if selects else True, "gradient_checkpointing=True")
-    for name, (value, said) in wanted.items():
+    for name, (value, argument) in wanted.items():
         if name not in spec.config_cls.model_fields:
             raise ConfigError(
-                f"{said}: strategy {spec.name!r} has no option {name}. Set {said.partition('=')[0]}=False, or take a "
-                f"strategy that has it, such as fsdp2."
+                f"{argument}: strategy {spec.name!r} has no option {name}. Set {argument.partition('=')[0]}=False, or "
+                f"use a strategy that has it, such as fsdp2."
             )
         config.setdefault(name, value)
     return options.model_copy(update={"strategy_config": config})
@@ -169,10 +172,10 @@ def apply_training_arguments(args: Any, options: MeshOptions, spec: StrategySpec
 
 
 class MeshOptions(FrozenModel):
-    """The keys of a run file that say how a model is laid out."""
+    """Keys of a run file that define the layout of a model."""
 
     strategy: str = Field(default="fsdp2", description="Name of a strategy.")
-    strategy_config: dict[str, Any] | InstanceOf[BaseModel] = Field(default={}, description="Its options.")
+    strategy_config: dict[str, Any] | InstanceOf[BaseModel] = Field(default={}, description="Options of the strategy.")
     wrapper_config: dict[str, dict[str, Any]] = Field(
         default={}, description="Options of wrapping strategies, by name."
     )
@@ -181,13 +184,13 @@ class MeshOptions(FrozenModel):
 
 @dataclass
 class MeshArguments:
-    """`mesh` on a command line: `HfArgumentParser((SFTConfig, MeshArguments))` gives `--strategy fsdp2 --tp_size 2`."""
+    """`mesh` on a command line: `HfArgumentParser((SFTConfig, MeshArguments))` reads `--strategy fsdp2 --tp_size 2`."""
 
     strategy: str = field(default="fsdp2", metadata={"help": "Name of a strategy; see `meshwright strategies`."})
     strategy_config: str = field(default="{}", metadata={"help": "Options of the strategy, as JSON."})
     wrapper_config: str = field(default="{}", metadata={"help": "Options of wrapping strategies by name, as JSON."})
-    dp_size: int | None = field(default=None, metadata={"help": "Data-parallel degree; left out: inferred."})
-    dp_replicate_size: int | None = field(default=None, metadata={"help": "Copies of the parameters."})
+    dp_size: int | None = field(default=None, metadata={"help": "Data-parallel degree; inferred if left out."})
+    dp_replicate_size: int | None = field(default=None, metadata={"help": "Number of copies of the parameters."})
     tp_size: int = field(default=1, metadata={"help": "Tensor-parallel degree."})
     pp_size: int = field(default=1, metadata={"help": "Number of pipeline ranks."})
     cp_size: int = field(default=1, metadata={"help": "Context-parallel degree."})
@@ -195,8 +198,9 @@ class MeshArguments:
 
 
 def parse_mesh_options(mesh: Mapping[str, Any] | MeshArguments | MeshOptions | str | Path | None) -> MeshOptions:
-    """The `mesh` of a trainer. Where `strategy_config` is an object, such as a DDPConfig, the strategy follows from its
-    class.
+    """Parse the `mesh` of a trainer.
+
+    If `strategy_config` is an object, such as a DDPConfig, its class determines the strategy.
     """
     if isinstance(mesh, MeshOptions):
         return mesh
@@ -212,8 +216,8 @@ def parse_mesh_options(mesh: Mapping[str, Any] | MeshArguments | MeshOptions | s
         mesh = values | {name: _parse_json_option(name, values[name]) for name in ("strategy_config", "wrapper_config")}
     elif mesh is not None and not isinstance(mesh, Mapping):
         raise ConfigError(
-            f"mesh={mesh!r:.200} is no mapping such as {{'strategy': 'fsdp2', 'tp_size': 2}}, no path of a run file "
-            f"and no MeshArguments."
+            f"mesh={mesh!r:.200} is neither a mapping such as {{'strategy': 'fsdp2', 'tp_size': 2}}, nor the path of a "
+            f"run file, nor MeshArguments. Pass one of these."
         )
     keys = dict(mesh or {})
     if "strategy" not in keys and isinstance(keys.get("strategy_config"), BaseModel):
@@ -228,4 +232,4 @@ def _parse_json_option(name: str, text: str) -> Any:
     try:
         return json.loads(text)
     except json.JSONDecodeError as error:
-        raise ConfigError(f"{name}={text!r} is no JSON: {error}. Give a mapping such as '{{}}'.") from None
+        raise ConfigError(f"{name}={text!r} is not JSON: {error}. Pass a mapping such as '{{}}'.") from None

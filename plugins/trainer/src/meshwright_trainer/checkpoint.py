@@ -1,4 +1,4 @@
-"""Checkpoints of a trainer: ours, which any layout reads, inside of its directories, and the model as it writes it."""
+"""Checkpoints of a trainer: meshwright's, readable under any layout, inside Trainer's directories, and the model."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from meshwright.plugin import (
 )
 
 MESH_DIRECTORY = "mesh"
-"""Of a directory of Trainer's, where our checkpoint is."""
+"""Name of meshwright's checkpoint in a directory of Trainer."""
 TRAINER_STATE = "trainer_state.json"
 _WRITING = ".model.writing"
 
@@ -37,7 +37,7 @@ def save_trainer_checkpoint(
     tokenizer: Any,
     with_state: bool,
 ) -> None:
-    """Write a model as `save_pretrained` does, and `with_state` a checkpoint beside it. Collective."""
+    """Write a model as `save_pretrained` does and, `with_state`, a checkpoint in a subdirectory. Collective."""
     world, inner = manager.mesh.world, directory / MESH_DIRECTORY
     if world.rank == 0:
         directory.mkdir(parents=True, exist_ok=True)
@@ -68,18 +68,18 @@ def save_trainer_checkpoint(
 def check_checkpoint_directory(directory: Path) -> None:
     if not (directory / TRAINER_STATE).is_file():
         raise CheckpointError(
-            f"resume_from_checkpoint={str(directory)!r} is no checkpoint of a trainer: it has no {TRAINER_STATE}. Give "
-            f"a directory such as output_dir/checkpoint-50, or True for the newest one that is whole."
+            f"resume_from_checkpoint={str(directory)!r} is not a checkpoint of a trainer: it has no {TRAINER_STATE}. "
+            f"Pass a directory such as output_dir/checkpoint-50, or True for the newest valid one."
         )
 
 
 def load_trainer_checkpoint(manager: StrategyManager, directory: Path, scheduler: LRScheduler | None) -> None:
-    """Load what `save` has written with state, under any layout. Collective."""
+    """Load a checkpoint that `save_trainer_checkpoint` wrote with state, under any layout. Collective."""
     inner = directory / MESH_DIRECTORY
     if not inner.is_dir():
         raise CheckpointError(
-            f"{directory} holds no checkpoint of meshwright (a directory {MESH_DIRECTORY!r}): it was written by a "
-            f"trainer without a mesh, or with save_only_model. Begin with its weights: model={str(directory)!r}, "
+            f"{directory} has no checkpoint of meshwright (a directory {MESH_DIRECTORY!r}): it was written by a "
+            f"trainer without a mesh, or with save_only_model. Start from its weights: model={str(directory)!r}, "
             "without resume_from_checkpoint."
         )
     manifest = load_checkpoint(manager, inner, scheduler=scheduler)
@@ -87,7 +87,7 @@ def load_trainer_checkpoint(manager: StrategyManager, directory: Path, scheduler
 
 
 def find_newest_checkpoint(world: World, root: Path) -> Path | None:
-    """The newest of a trainer's checkpoints that is whole, with Trainer's own state; newer ones warn. Collective."""
+    """Return a trainer's newest valid checkpoint that has Trainer's state. Warn of newer invalid ones. Collective."""
 
     def candidates() -> list[Path]:
         numbered = [(each.name.rpartition("-")[2], each) for each in root.glob("checkpoint-*")]
@@ -95,14 +95,14 @@ def find_newest_checkpoint(world: World, root: Path) -> Path | None:
         return [each for _, each in found if (each / MESH_DIRECTORY).is_dir() and (each / TRAINER_STATE).is_file()]
 
     paths = world.run_on_first_rank(candidates)
-    whole, incomplete = find_first_valid([path / MESH_DIRECTORY for path in paths], world)
+    newest, incomplete = find_first_valid([path / MESH_DIRECTORY for path in paths], world)
     for text in incomplete if world.rank == 0 else ():
         warn(f"{text} An older one is tried.", stacklevel=3)
-    return None if whole is None else whole.parent
+    return None if newest is None else newest.parent
 
 
 class RngState:
-    """The state of this rank's generators: python's, numpy's, torch's and the accelerator's."""
+    """Random states of this rank: Python's, NumPy's, torch's and the accelerator's."""
 
     def __init__(self) -> None:
         self._python, self._numpy = random.getstate(), np.random.get_state()
@@ -118,7 +118,7 @@ class RngState:
 
 
 def _get_library_rng_state() -> dict[str, Any]:
-    """Python's and numpy's generators, as values of JSON; those of the first rank, since Trainer seeds all alike."""
+    """Return Python's and NumPy's random states as JSON values. Trainer seeds all ranks equally, so one's suffice."""
     version, state, gauss = random.getstate()
     kind, keys, position, has_gauss, cached = np.random.get_state()
     return {

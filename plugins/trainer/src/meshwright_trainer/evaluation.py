@@ -1,7 +1,7 @@
-"""Evaluation over a mesh: the loss of all targets, each counted once, and predictions where metrics ask for them.
+"""Evaluation on a mesh: the loss over all targets, each counted once, and predictions if metrics need them.
 
-Trainer averages means of batches, and gives ranks that have no batch left one of the others'. Here the sum over all
-targets is divided by their number, and such a rank joins in with a batch in which nothing counts.
+Trainer averages the means of batches, and repeats batches on ranks that have none left. Here the sum over all targets
+is divided by their number, and a rank without a batch runs one whose labels are all masked.
 
 Shapes: B rows of a microbatch, S positions of each.
 """
@@ -23,13 +23,13 @@ from meshwright.plugin import IGNORE_INDEX, Mesh
 from .objective import get_labels
 
 PADDING_VALUE = -100
-"""Of predictions and labels of different lengths, as in Trainer."""
+"""Padding of predictions and labels of different lengths, as in Trainer."""
 IDLE_KEY = "is_idle"
-"""Key of a microbatch of which nothing counts."""
+"""Key of a microbatch whose labels are all masked."""
 
 
 def run_evaluation(trainer: Any, dataloader: Any, *, takes_predictions: bool, metric_key_prefix: str) -> EvalLoopOutput:
-    """Evaluate on what a data loader of this data rank gives, and gather predictions on every rank. Collective."""
+    """Evaluate on the batches of this data rank's loader, and gather predictions on every rank. Collective."""
     sums, counts, samples = 0.0, 0, 0
     found: list[dict[str, np.ndarray]] = []
     try:
@@ -43,11 +43,11 @@ def run_evaluation(trainer: Any, dataloader: Any, *, takes_predictions: bool, me
             trainer.control = handler.on_prediction_step(trainer.args, trainer.state, trainer.control)
     finally:
         trainer.accelerator.has_batch = None
-    whole = {name: _concatenate([each[name] for each in found]) for name in (found[0] if found else ())}
-    predictions, labels = whole.get("predictions"), whole.get("labels")
+    arrays = {name: _concatenate([each[name] for each in found]) for name in (found[0] if found else ())}
+    predictions, labels = arrays.get("predictions"), arrays.get("labels")
     metrics: dict[str, Any] = {}
     if trainer.compute_metrics is not None and found:
-        given = {"inputs": whole["inputs"]} if "inputs" in trainer.args.include_for_metrics else {}
+        given = {"inputs": arrays["inputs"]} if "inputs" in trainer.args.include_for_metrics else {}
         metrics = dict(trainer.compute_metrics(EvalPrediction(predictions=predictions, label_ids=labels, **given)))
     prefix = f"{metric_key_prefix}_"
     if counts:
@@ -61,7 +61,9 @@ def _to_scalar(value: Any) -> Any:
 
 
 def _iter_microbatches(trainer: Any, dataloader: Any) -> Iterator[tuple[dict[str, Any], list[int]]]:
-    """Microbatches of this data rank, as many as the rank with the most has, and how many rows each data rank has."""
+    """Yield the microbatches of this data rank with the number of rows on each data rank.
+
+    All ranks yield equally many, as many as the rank with the most."""
     mesh = trainer.mesh
     iterator = iter(dataloader)
     last: Any = None
@@ -72,7 +74,7 @@ def _iter_microbatches(trainer: Any, dataloader: Any) -> Iterator[tuple[dict[str
         if not any(rows):
             return
         if last is None and not all(rows):
-            # A rank without any batch does not know what one looks like.
+            # A rank that has had no batch needs one of another rank as a template.
             reported: list[Any] = [None] * mesh.world.size
             dist.all_gather_object(reported, inputs, group=mesh.world.group)
             last = trainer._prepare_inputs(next(each for each in reported if each is not None))
@@ -84,11 +86,11 @@ def _iter_microbatches(trainer: Any, dataloader: Any) -> Iterator[tuple[dict[str
 
 
 def _gather_predictions(mesh: Mesh, inputs: dict[str, Any], predicted: Tensor | None) -> list[dict[str, np.ndarray]]:
-    """Predictions, labels and inputs of a microbatch of each data rank, where some rank knows them. Collective."""
+    """Return predictions, labels and inputs of the microbatch of each data rank that has predictions. Collective."""
     mine: dict[str, np.ndarray] | None = None
-    # Of ranks that know the same, the first tells it.
-    tells = all(mesh.axis_rank(axis) == 0 for axis in ("cp", "tp"))
-    if predicted is not None and tells and IDLE_KEY not in inputs:
+    # Of ranks with equal predictions, the first reports them.
+    is_reporter = all(mesh.axis_rank(axis) == 0 for axis in ("cp", "tp"))
+    if predicted is not None and is_reporter and IDLE_KEY not in inputs:
         found = {"predictions": predicted, "labels": get_labels(inputs), "inputs": inputs["input_ids"]}
         mine = {name: _to_numpy(value) for name, value in found.items()}
     reported: list[Any] = [None] * mesh.world.size
@@ -97,7 +99,7 @@ def _gather_predictions(mesh: Mesh, inputs: dict[str, Any], predicted: Tensor | 
 
 
 def _concatenate(arrays: list[np.ndarray]) -> np.ndarray:
-    """Arrays one behind the other, filled up to the same length."""
+    """Concatenate arrays along dim 0, padded to the same length along dim 1."""
     if arrays[0].ndim > 1:
         length = max(each.shape[1] for each in arrays)
         pads = [[(0, 0), (0, length - each.shape[1]), *[(0, 0)] * (each.ndim - 2)] for each in arrays]

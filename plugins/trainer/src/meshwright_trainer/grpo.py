@@ -1,15 +1,15 @@
-"""TRL's GRPOTrainer over a mesh: completions of the whole model or of a server, and its own loss.
+"""TRL's GRPOTrainer on a mesh, with completions of the full model or of a server.
 
-[Note: one completion for all that share a batch] TRL generates, scores and shuffles on each process. Over a mesh, ranks
-that differ in pp, cp or tp have one batch and must have one completion of each prompt, whatever their kernels round
-and their generators draw. So all of them generate, which takes as long as one, and the first one's completions, its
-generators behind them, and its rewards are those of the others too.
+[Note: shared completions] TRL generates, scores and shuffles on each process. On a mesh, ranks that differ in pp, cp or
+tp share a batch and need the same completion of each prompt, although rounding and random generators may differ. All of
+them generate, which takes no longer than on one rank. Then all use the completions, the rewards and the generators'
+states of the first.
 
-[Note: a microbatch is a group] Losses of GRPO are divided by rows, by tokens of a microbatch, by those of all that was
-generated, or by a constant, and averaged over processes and microbatches. So the objective takes a microbatch as one
-group, whole, calls TRL's loss of it once, and counts 1: whatever it divides by is right.
+[Note: a microbatch is a group] GRPO's losses are divided by rows, by tokens of the microbatch, by all generated tokens,
+or by a constant, and averaged over processes and microbatches. The objective therefore treats a microbatch as one
+group, calls TRL's loss once for it, and counts 1. This is correct for every divisor.
 
-Shapes: B rows of a microbatch, S tokens of a prompt and its completion, C of these the completion's.
+Shapes: B rows of a microbatch, S tokens of a prompt with its completion, C tokens of the completion.
 """
 
 from __future__ import annotations
@@ -34,11 +34,11 @@ from .mixin import MeshTrainerMixin
 from .objective import ModelProxy, TrainerLoss
 
 BUCKET_BYTES = 256 << 20
-"""Of weights that travel at once on their way to a server."""
+"""Maximum size of weights that are sent to a server at once."""
 
 
 class MicrobatchLoss(TrainerLoss):
-    """The loss of whole microbatches; see [Note: a microbatch is a group]."""
+    """Loss of complete microbatches; see [Note: a microbatch is a group]."""
 
     def begin_step(self, microbatches: list[dict[str, Any]]) -> None:
         super().begin_step(microbatches)
@@ -56,10 +56,10 @@ class MicrobatchLoss(TrainerLoss):
 
 
 class MeshGRPOMixin(MeshTrainerMixin):
-    """Goes before a class that derives from trl's `GRPOTrainer`; see `MeshTrainerMixin`.
+    """First base of a class that derives from trl's `GRPOTrainer`; see `MeshTrainerMixin`.
 
-    Without `use_vllm`, each rank generates with the whole model, which has to fit beside its shards. With
-    `use_vllm=True, vllm_mode="server"`, weights are streamed to the server, adapters merged, in bounded memory.
+    Without `use_vllm`, each rank generates with the full model, which must fit in memory along with its shards. With
+    `use_vllm=True, vllm_mode="server"`, weights are streamed to the server in bounded memory, with adapters merged.
     """
 
     bucket_bytes = BUCKET_BYTES
@@ -67,14 +67,14 @@ class MeshGRPOMixin(MeshTrainerMixin):
     def __init__(self, model: Any = None, *args: Any, mesh: Any = None, **kwargs: Any) -> None:
         self._scales_logits = True
         self._scored_inputs: dict[str, Any] = {}
-        # For `rows_per_group`: where the model is a path, the mesh is opened before Trainer has them.
+        # `rows_per_group` needs them: if the model is a path, the mesh is opened before Trainer sets them.
         self.args = find_training_arguments([*args, *kwargs.values()])
         super().__init__(model, *args, mesh=mesh, **kwargs)
         for each in (self.model, self.ref_model):
             scale_logits(each, lambda: self.args.temperature if self._scales_logits else 1.0)
         if self.args.use_vllm:
             setattr(self.vllm_generation, WEIGHT_ITERATOR, self.iter_full_parameters)
-        # As many processes as there are data ranks would have these.
+        # Equal to the seeds of one process per data rank.
         set_seed(self.args.seed + self.mesh.data_rank)
 
     def create_accelerator_and_postprocess(self) -> None:
@@ -103,7 +103,7 @@ class MeshGRPOMixin(MeshTrainerMixin):
             return super()._generate_and_score_completions(inputs)
 
     def _generate_single_turn(self, *args: Any, **kwargs: Any) -> Any:
-        """What the first rank of those that share this batch generates; see the module's first note. Collective."""
+        """Return completions of the first rank that shares this batch; see [Note: shared completions]. Collective."""
         generate = functools.partial(super()._generate_single_turn, *args, **kwargs)
         found = generate() if self.args.use_vllm else self._generate_unsharded(generate)
         if self.get_tp_size() > 1:
@@ -123,7 +123,7 @@ class MeshGRPOMixin(MeshTrainerMixin):
             self._set_training(is_training)
 
     def iter_full_parameters(self) -> Iterator[tuple[str, Tensor]]:
-        """What a server is fed with: the base's names and whole tensors, adapters merged. Collective, each step too."""
+        """Yield the base model's names and full tensors, adapters merged, for a server. Each step is collective."""
         yield from self.manager.iter_parameters(bucket_bytes=self.bucket_bytes, adapters="merged")
 
     # -- log-probabilities, of old weights and of a reference
@@ -137,26 +137,27 @@ class MeshGRPOMixin(MeshTrainerMixin):
         batch_size: int | None = None,
         **kwargs: Any,
     ) -> Any:
-        """Log-probabilities of completions under the model or the reference model, (B, C), of C = `logits_to_keep`; no
-        entropies. Collective."""
+        """Return log-probabilities of completions under the model or the reference model, (B, C). Collective.
+
+        C is `logits_to_keep`. No entropies are returned."""
         if isinstance(model, ModelProxy):
             ask = super()._get_per_token_logps_and_entropies
             return ask(model, input_ids, attention_mask, logits_to_keep, batch_size, **kwargs)
         labels = make_completion_labels(input_ids, attention_mask, logits_to_keep)
-        whole = {"input_ids": input_ids, "attention_mask": attention_mask, "labels": labels}
+        batch = {"input_ids": input_ids, "attention_mask": attention_mask, "labels": labels}
         size, count = batch_size or len(input_ids), len(input_ids)
-        parts = [{name: each[at : at + size] for name, each in whole.items()} for at in range(0, count, size)]
+        parts = [{name: each[at : at + size] for name, each in batch.items()} for at in range(0, count, size)]
         is_reference = self.ref_model is not None and model is self.ref_model
         known: AbstractContextManager[Any] = self._use_reference() if is_reference else nullcontext(self.manager)
         generators = RngState()
         with known as manager:
             stats = manager.token_stats(parts, ["log_probs"])
-        # A layout may try a model with numbers that it draws, on some ranks.
+        # Probing a layout may draw random numbers, on some ranks only.
         generators.restore()
         return torch.cat([each["log_probs"][:, :-1][:, -logits_to_keep:] for each in stats]), None, None
 
     def _prepare_inputs(self, generation_batch: Any) -> dict[str, Any]:
-        """Completions that are scored, under the names of a microbatch."""
+        """Return scored completions, with the keys of a microbatch added."""
         inputs = super()._prepare_inputs(generation_batch)
         if "prompt_ids" not in inputs:
             return inputs
@@ -184,17 +185,17 @@ class MeshGRPOMixin(MeshTrainerMixin):
         return loss
 
     def floating_point_ops(self, inputs: Any) -> int:
-        """See `MeshTrainerMixin`; of the last microbatch with its completions, without generating them."""
+        """See `MeshTrainerMixin`. Counts the last microbatch with its completions, but not their generation."""
         return super().floating_point_ops(self._scored_inputs)
 
     def _without_repeats(self, make: Any, *args: Any, **kwargs: Any) -> Any:
-        # Groups of completions go over data ranks, which all need a batch.
+        # Groups of completions extend over data ranks, so all of them need a batch.
         return make(*args, **kwargs)
 
     def _run_evaluation(self, dataloader: Any, *, takes_predictions: bool, metric_key_prefix: str) -> EvalLoopOutput:
-        """Completions of the evaluation's prompts, their rewards, and the mean loss.
+        """Generate completions of the evaluation's prompts, and return their mean loss.
 
-        Trainer takes prompts for rows where it leaves out what is there twice, so that its mean lacks some.
+        Trainer drops duplicated rows by the number of prompts, so its mean misses some rows.
         """
         total, count, samples = 0.0, 0, 0
         for batch in dataloader:
@@ -208,14 +209,14 @@ class MeshGRPOMixin(MeshTrainerMixin):
 
 
 def make_completion_labels(ids: Tensor, mask: Tensor, keep: int) -> Tensor:
-    """Labels of the last `keep` tokens that are no padding; int64, (B, S)."""
+    """Return labels of the last `keep` tokens, with padding and all earlier tokens masked; int64, (B, S)."""
     labels = ids.masked_fill(mask == 0, IGNORE_INDEX)
     labels[:, :-keep] = IGNORE_INDEX
     return labels
 
 
 def scale_logits(model: nn.Module | None, temperature: Callable[[], float]) -> None:
-    """Divide what a model's head gives by a temperature, which is asked for at each call."""
+    """Divide the outputs of a model's head by `temperature()`."""
     if model is None:
         return
 
@@ -227,31 +228,31 @@ def scale_logits(model: nn.Module | None, temperature: Callable[[], float]) -> N
 
 
 def check_generation(trainer: Any) -> None:
-    """Refuse by name what a trainer of completions cannot do over a mesh, beside its arguments."""
+    """Raise ConfigError for settings of a GRPO trainer, other than its arguments, that a mesh does not support."""
     for name in ("tools", "environment_factories", "rollout_func"):
         if getattr(trainer, name, None):
             raise ConfigError(
-                f"{name.replace('factories', 'factory')} does not go over a mesh: ranks would generate unequally "
-                f"often, and wait for each other. Leave it out."
+                f"{name.replace('factories', 'factory')} is not supported on a mesh: ranks would generate different "
+                f"numbers of times, and wait for each other. Leave it out."
             )
     if is_vlm(trainer):
-        raise ConfigError("a processor of images does not go over a mesh yet. Give a tokenizer, and texts alone.")
+        raise ConfigError("image processors are not supported on a mesh yet. Use a tokenizer, and only texts as data.")
     stages = trainer.mesh_options.sizes.pp_size or 1
     if stages > 1 and not trainer.args.use_vllm:
         raise ConfigError(
             f"pp_size={stages}: a rank has some stages of the model, and cannot generate with them. Set use_vllm=True "
-            f"and vllm_mode='server', whose engine is fed with the weights, or pp_size=1 with tp_size or fsdp2."
+            f"and vllm_mode='server', to generate on a server, or pp_size=1 with tp_size or fsdp2."
         )
     train, evaluated = trainer.args.per_device_train_batch_size, trainer.args.per_device_eval_batch_size
     if stages > 1 and trainer.args.eval_strategy != "no" and evaluated != train:
         raise ConfigError(
-            f"per_device_eval_batch_size={evaluated} with pp_size={stages}: stages take as many completions at a time "
-            f"as a loss of training has, per_device_train_batch_size={train}. Set both alike, or eval_strategy='no'."
+            f"per_device_eval_batch_size={evaluated} with pp_size={stages}: stages need microbatches of the same size "
+            f"as in training, per_device_train_batch_size={train}. Set both to the same value, or eval_strategy='no'."
         )
 
 
 def set_generation_batch_size(args: Any, data_size: int) -> None:
-    """Count completions over data ranks, where GRPOConfig has counted them over processes."""
+    """Set batch sizes by the number of data ranks. GRPOConfig computes them by the number of processes."""
     args.generation_batch_size = args.per_device_train_batch_size * data_size * args.steps_per_generation
     sizes = [("generation_batch_size", args.generation_batch_size, args.num_generations)]
     if args.do_eval and args.eval_strategy != "no":
@@ -260,7 +261,7 @@ def set_generation_batch_size(args: Any, data_size: int) -> None:
     for name, size, group in sizes:
         if size % group:
             raise ConfigError(
-                f"{name}={size} over {data_size} data ranks (those that differ in pp, cp or tp share a batch) is no "
-                f"multiple of the {group} completions of a prompt. Set per_device batch sizes or steps_per_generation "
-                f"so that it is."
+                f"{name}={size} over {data_size} data ranks (ranks that differ in pp, cp or tp share a batch) is not a "
+                f"multiple of the {group} completions of a prompt. Change the per_device batch sizes or "
+                f"steps_per_generation."
             )

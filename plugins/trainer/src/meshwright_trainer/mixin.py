@@ -1,10 +1,10 @@
-"""Trainers of transformers and TRL over a manager: their loop, data, callbacks and losses, our steps and checkpoints.
+"""Trainers of transformers and TRL on a manager, with their own loop, data, callbacks and losses.
 
-[Note: a step] Trainer goes microbatch by microbatch, and a manager takes all of a step at once: microbatches are held
-until the last one of a step is there. How many tokens there are, which rank sees what, the norm and the clipping are
-the manager's; what is minimized is the trainer's own loss, see [Note: the trainer's own loss] in `objective`.
+[Note: a step] Trainer processes microbatches one by one, but a manager takes all microbatches of a step at once. They
+are collected until the last one of a step. The manager counts tokens, shards batches, and computes and clips gradients.
+The objective is the trainer's own loss; see [Note: the trainer's own loss] in `objective`.
 
-[Note: ranks that share a batch] What Trainer calls a process is a data rank; see `accelerator`.
+[Note: ranks that share a batch] A process of Trainer corresponds to a data rank; see `accelerator`.
 """
 
 from __future__ import annotations
@@ -26,23 +26,23 @@ from .model_mixin import MeshModelMixin
 from .objective import REFERENCE_KEY, ROWS_COLUMN, TrainerLoss, get_labels, number_rows
 
 FORWARD_INPUTS = ("input_ids", "attention_mask", "position_ids", "token_type_ids")
-"""Entries of a trainer's microbatch that the model is called with."""
+"""Keys of a trainer's microbatch that are passed to the model."""
 
 
 class MeshTrainerMixin(MeshModelMixin):
-    """Goes before a class that derives from `transformers.Trainer`: `class Mine(MeshTrainerMixin, SFTTrainer)`.
+    """First base of a class that derives from `transformers.Trainer`: `class Mine(MeshTrainerMixin, SFTTrainer)`.
 
     Args:
-        model: a module, the same on every rank; or, where the trainer takes one, a path, of which each rank reads what
-            it keeps.
-        args: the trainer's own.
+        model: a module, equal on every rank, or, if the trainer supports it, a path, from which each rank reads its
+            shard.
+        args: arguments of the trainer.
         mesh: keys of a run file (`{"strategy": "fsdp2", "tp_size": 2, "strategy_config": {...}}`), the path of a run
-            file, `MeshArguments`, or None: `fsdp2` over all ranks.
-        kwargs: the trainer's own.
+            file, `MeshArguments`, or None for `fsdp2` over all ranks.
+        kwargs: keyword arguments of the trainer.
 
     Raises:
-        ConfigError: an argument cannot be honoured; before anything is sent, and on every rank.
-        MeshError, ModelError, StrategyError: as of `meshwright.resolve` and `StrategyManager.parallelize`.
+        ConfigError: an argument is not supported. Raised on every rank, before the first collective.
+        MeshError, ModelError, StrategyError: from `meshwright.resolve` and `StrategyManager.parallelize`.
     """
 
     def __init__(self, model: Any = None, *args: Any, mesh: Any = None, **kwargs: Any) -> None:
@@ -61,11 +61,11 @@ class MeshTrainerMixin(MeshModelMixin):
 
     @property
     def num_loss_processes(self) -> int:
-        """How many processes a loss is to think there are, so that what it multiplies by them is right."""
+        """Number of processes that the loss sees, since some losses multiply by it."""
         return self.get_tp_size()
 
     def training_step(self, model: nn.Module, inputs: dict[str, Any], num_items_in_batch: Any = None) -> Tensor:
-        """Hold a microbatch; with the last one of a step, compute its gradients. The loss of the whole step, then."""
+        """Collect a microbatch; with the last one of a step, compute the gradients and return the loss of the step."""
         self._set_training(True)
         self._pending_microbatches.append(self._prepare_inputs(inputs))
         if not self.accelerator.gradient_state.sync_gradients:
@@ -80,7 +80,7 @@ class MeshTrainerMixin(MeshModelMixin):
         return loss.detach()
 
     def _get_objective(self, *, takes_logits: bool) -> Objective | None:
-        """What is minimized; None: the cross entropy of the labels."""
+        """Return the objective to minimize; None for the cross entropy of the labels."""
         is_plain = type(self).compute_loss is Trainer.compute_loss and self.compute_loss_func is None
         if is_plain and not takes_logits:
             smoothing = self.args.label_smoothing_factor
@@ -108,18 +108,18 @@ class MeshTrainerMixin(MeshModelMixin):
         return batches
 
     def _check_inputs(self, inputs: Mapping[str, Any]) -> None:
-        """Refuse what a model is called with, and is not here."""
+        """Raise BatchError for model inputs that would not be passed to the model here."""
         for name, value in inputs.items():
             is_lost = name == "shift_labels" or name in self._forward_parameters.difference(FORWARD_INPUTS, ["labels"])
             if is_lost and isinstance(value, Tensor):
                 raise BatchError(
-                    f"a microbatch has {name!r}, which would be left out over a mesh: a model is called with "
-                    f"{', '.join(FORWARD_INPUTS)}, and labels are those of its tokens. Leave it out of the data, or of "
-                    f"what its collator gives."
+                    f"a microbatch has {name!r}, which is not passed to the model on a mesh: its inputs are "
+                    f"{', '.join(FORWARD_INPUTS)}, and labels of its tokens. Remove it from the data, or from the "
+                    f"collator's output."
                 )
 
     def _add_reference(self, microbatches: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
-        """Microbatches with log-probabilities of the reference model, where the loss compares with one; collective."""
+        """Add log-probabilities of the reference model, if the trainer has one. Collective."""
         if not hasattr(self, "ref_model") or getattr(self, "precompute_ref_logps", False):
             return [dict(inputs) for inputs in microbatches]
         with self._use_reference() as manager:
@@ -132,7 +132,7 @@ class MeshTrainerMixin(MeshModelMixin):
             objective.log()
 
     def log(self, logs: dict[str, float], *args: Any, **kwargs: Any) -> None:
-        """See `Trainer.log`; what losses log is known on the last ranks of a pipeline, and reported to all."""
+        """See `Trainer.log`. In a pipeline, the last stage's ranks have the logged values and send them to all."""
         losses = list(self._losses.values())
         if self.mesh.degrees.pp > 1 and losses and hasattr(self, "_metrics"):
             world = self.mesh.world
@@ -145,11 +145,11 @@ class MeshTrainerMixin(MeshModelMixin):
         super().log(logs, *args, **kwargs)
 
     def floating_point_ops(self, inputs: Mapping[str, Any]) -> int:
-        """Of this rank: 6 for each token and parameter but the embeddings', over the ranks that share the batch."""
+        """Return this rank's operations: 6 per token and parameter, without embeddings, divided by ranks per batch."""
         return 6 * inputs["input_ids"].numel() * self._num_parameters // self.get_tp_size()
 
     def get_batch_samples(self, epoch_iterator: Iterator[Any], num_batches: int, device: torch.device) -> Any:
-        """See `Trainer.get_batch_samples`; of a stream, whose shards may differ, as long as each rank has a batch."""
+        """See `Trainer.get_batch_samples`. A stream ends when any data rank has no batch left."""
         is_stream = isinstance(self.train_dataset, IterableDataset) and self.mesh.data_size > 1
         batches = self._until_any_exhausted(epoch_iterator) if is_stream else epoch_iterator
         return super().get_batch_samples(batches, num_batches, device)
@@ -170,7 +170,7 @@ class MeshTrainerMixin(MeshModelMixin):
         return self._without_repeats(super().get_test_dataloader, *args, **kwargs)
 
     def _without_repeats(self, make: Any, *args: Any, **kwargs: Any) -> Any:
-        """A data loader that gives no row twice, so that data ranks may have different numbers of batches."""
+        """Return a data loader that repeats no rows, so that data ranks may have different numbers of batches."""
         self.accelerator.even_batches = False
         try:
             return make(*args, **kwargs)
@@ -185,7 +185,7 @@ class MeshTrainerMixin(MeshModelMixin):
         ignore_keys: list[str] | None = None,
         metric_key_prefix: str = "eval",
     ) -> Any:
-        """See `Trainer.evaluation_loop`; the loss is that of all targets, each counted once."""
+        """See `Trainer.evaluation_loop`. The loss counts each target once."""
         only = self.args.prediction_loss_only if prediction_loss_only is None else prediction_loss_only
         _ = self.manager
         self.callback_handler.eval_dataloader = dataloader
@@ -198,20 +198,21 @@ class MeshTrainerMixin(MeshModelMixin):
         )
 
     def _set_training(self, is_training: bool) -> None:
-        """TRL logs under the name of what the model is in."""
+        """Set the mode of all model parts. TRL logs under the name of the mode."""
         for part in self.manager.model_parts:
             part.train(is_training)
 
     def evaluate_batch(self, inputs: dict[str, Any], *, takes_logits: bool) -> tuple[float, int, Tensor | None]:
-        """The loss of a microbatch of each data rank, over what it is divided by; and this rank's predictions, where
-        they are known. Collective."""
+        """Return the loss over one microbatch of each data rank, the count it is divided by, and the predictions.
+
+        Predictions are None on ranks without outputs. Collective."""
         objective = self._get_objective(takes_logits=takes_logits)
         batches = self._build_batches([inputs], objective)
         count = count_tokens(batches, self.mesh, objective)
         if not int(count):
             return 0.0, 0, None
         loss = self.manager.eval_loss(batches, num_tokens=count, objective=objective)
-        # A manager puts the mode of what it wraps back to its own.
+        # A manager restores the mode of its wrapped modules.
         self._set_training(False)
         self._log_loss(objective)
         predictions = objective.saved_statistics[0].get("predictions") if isinstance(objective, TrainerLoss) else None

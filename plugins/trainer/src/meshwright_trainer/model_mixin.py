@@ -1,4 +1,4 @@
-"""A trainer's model on a mesh: the manager that has it, its optimizer and its files."""
+"""Model of a trainer on a mesh: its manager, optimizer and files."""
 
 from __future__ import annotations
 
@@ -60,12 +60,13 @@ else:
     Trainer = object
 
 PAIR_TRAINERS = frozenset({"DPOTrainer", "RewardTrainer"})
-"""Trainers of pairs, whose microbatches have all chosen rows before the rejected ones."""
+"""Trainers of pairs. Their microbatches have all chosen rows before all rejected ones."""
 
 
 class MeshModelMixin(Trainer):
-    """What a trainer does with its model as a whole; see `MeshTrainerMixin`, and `_compat.OVERRIDDEN_METHODS` for
-    methods that are private in Trainer."""
+    """Part of `MeshTrainerMixin` that loads, shards, optimizes and saves the model.
+
+    For overridden private methods of Trainer, see `_compat.OVERRIDDEN_METHODS`."""
 
     model: Any
     ref_model: Any
@@ -100,8 +101,8 @@ class MeshModelMixin(Trainer):
             self._weights[id(self.model)] = self.mesh.world.run_on_all_ranks(lambda: finish(self.model))
         if self.optimizer is not None or self.lr_scheduler is not None:
             raise ConfigError(
-                "optimizers=(...) was made over parameters that are no longer those that are trained once the model is "
-                "sharded. Give optimizer_cls_and_kwargs=(class, options), or optim and lr_scheduler_type in args."
+                "optimizers=(...) has parameters that are replaced when the model is sharded. Pass "
+                "optimizer_cls_and_kwargs=(class, options), or set optim and lr_scheduler_type in args."
             )
         for each in (self.model, getattr(self, "ref_model", None)):
             if each is not None:
@@ -121,12 +122,15 @@ class MeshModelMixin(Trainer):
         self.mesh = Mesh(degrees, world)
 
     def _load_from_path(self, path: str, *args: Any, **kwargs: Any) -> dict[str, Any]:
-        """The arguments of the trainer's own constructor, where the model is a path: in its place a model on the meta
-        device, of which each rank reads from the files what it keeps; the reference model as well. An adapter is
-        injected by the trainer, which knows by its configuration that the base is the reference. Collective."""
+        """Return arguments for the trainer's constructor, with a model on the meta device instead of a path.
+
+        Each rank later reads its shard from the files. The reference model is loaded the same way. The trainer injects
+        the adapter, since it infers from `peft_config` that the base model is the reference. Collective."""
         given = inspect.signature(super().__init__).bind(path, *args, **kwargs).arguments
         if given.get("args") is None:
-            raise ConfigError(f"model={path!r} is a path: give args, too, such as TrainingArguments(output_dir=...).")
+            raise ConfigError(
+                f"model={path!r} is a path, which requires args. Pass args, such as TrainingArguments(output_dir=...)."
+            )
         self._open_mesh(given["args"])
         options = dict(getattr(given["args"], "model_init_kwargs", None) or {})
         attention = options.pop("attn_implementation", None)
@@ -139,8 +143,8 @@ class MeshModelMixin(Trainer):
         )
         if options:
             raise ConfigError(
-                f"model_init_kwargs has {sorted(options)[0]!r}, which is not read where each rank reads its part of "
-                f"the files. Leave it out, or give a model instead of a path. Read are: dtype, revision, "
+                f"model_init_kwargs has {sorted(options)[0]!r}, which is not supported when each rank reads its shard "
+                f"of the files. Leave it out, or pass a model instead of a path. Supported keys: dtype, revision, "
                 f"attn_implementation, trust_remote_code (the commit of the code)."
             )
 
@@ -174,12 +178,12 @@ class MeshModelMixin(Trainer):
 
     @property
     def rows_per_group(self) -> int:
-        """How many rows of a microbatch belong together."""
+        """Number of rows of a microbatch that form a group."""
         return 2 if PAIR_TRAINERS & _get_class_names(type(self)) else 1
 
     @property
     def manager(self) -> StrategyManager:
-        """Of the model, which is sharded on first use; collective then."""
+        """Manager of the model. The first access shards the model, which is collective."""
         if self._manager is None or self._managed_model is not self.model:
             self._shard()
         return self._manager  # type: ignore[return-value]
@@ -199,10 +203,10 @@ class MeshModelMixin(Trainer):
         generators = RngState()
         self._manager = self.stack.build(self.mesh)
         self._manager.parallelize(model, self._weights.pop(id(model), None))
-        # A layout that draws numbers must not change the order of the data.
+        # A layout that draws random numbers must not change the order of the data.
         generators.restore()
         self._managed_model = self.model = self.model_wrapped = self._manager.model_parts[0]
-        # Trainer switches it on where it trains; the layout has it, see `apply_training_arguments`.
+        # Trainer enables it when training starts. The strategy already has it; see `apply_training_arguments`.
         self.model.activation_checkpointing_enable = lambda **_: None
 
     # -- training
@@ -238,22 +242,24 @@ class MeshModelMixin(Trainer):
         return self.manager.read_scalars(norm)[0]
 
     def train(self, resume_from_checkpoint: str | bool | None = None, *args: Any, **kwargs: Any) -> Any:
-        """See `Trainer.train`. With True it resumes from the newest checkpoint that is whole."""
+        """See `Trainer.train`. With True it resumes from the newest valid checkpoint."""
         _ = self.manager
         if resume_from_checkpoint is True:
             found = find_newest_checkpoint(self.mesh.world, Path(self.args.output_dir))
             if found is None:
                 raise CheckpointError(
-                    f"resume_from_checkpoint=True, but output_dir={self.args.output_dir!r} has no whole checkpoint. "
-                    f"Leave it out to start over."
+                    f"resume_from_checkpoint=True, but output_dir={self.args.output_dir!r} has no valid checkpoint. "
+                    f"Leave it out to start from scratch."
                 )
             resume_from_checkpoint = str(found)
         return super().train(resume_from_checkpoint, *args, **kwargs)
 
     @contextmanager
     def _use_reference(self) -> Iterator[StrategyManager]:
-        """What has the reference model: a manager of its own, under the same layout; or, of a model with adapters, the
-        model's, with the adapter or the base that is the reference."""
+        """Context with a manager that computes the reference model.
+
+        It is a separate manager with the same layout, or, for a model with adapters, the model's own manager with the
+        reference adapter or without adapters."""
         if self.ref_model is None:
             with use_reference_adapter(self.manager.model_parts):
                 yield self.manager
@@ -275,7 +281,7 @@ class MeshModelMixin(Trainer):
         pass
 
     def _load_rng_state(self, checkpoint: str | None) -> None:
-        # Back to where the checkpoint had them, after batches were passed over.
+        # Restore the generators of the checkpoint after Trainer has skipped batches.
         if checkpoint is not None and self._rng_state is not None:
             self._rng_state.restore()
 
@@ -286,12 +292,12 @@ class MeshModelMixin(Trainer):
         self._load_state(self.state.best_model_checkpoint)
 
     def _load_state(self, directory: str) -> None:
-        """Load a checkpoint that a trainer has written under any layout; collective."""
+        """Load a trainer's checkpoint, written under any layout. Collective."""
         load_trainer_checkpoint(self.manager, Path(directory), self.lr_scheduler)
         self._rng_state = RngState()
 
     def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
-        """Write the model as `save_pretrained` does; within a checkpoint, its state beside it. Collective."""
+        """Write the model as `save_pretrained` does; in a checkpoint, its training state too. Collective."""
         directory = Path(output_dir or self.args.output_dir)
         tokenizer = self.processing_class if hasattr(self.processing_class, "save_pretrained") else None
         save_trainer_checkpoint(
@@ -311,14 +317,14 @@ def _get_class_names(cls: type) -> frozenset[str]:
 
 
 class ManagerOptimizer:
-    """What Trainer calls `step` of; anything else, such as its groups, is the manager's own optimizer's."""
+    """Optimizer for Trainer whose `step` calls the manager. Other attributes are those of the manager's optimizer."""
 
     def __init__(self, manager: StrategyManager) -> None:
         self.manager = manager
 
     def step(self, closure: Callable[[], float] | None = None) -> None:
         if closure is not None:
-            raise ConfigError("an optimizer over a mesh takes no closure.")
+            raise ConfigError("the optimizer of a mesh does not support closures. Call step() without arguments.")
         self.manager.optimizer_step()
 
     def __getattr__(self, name: str) -> Any:
@@ -333,14 +339,15 @@ def build_optimizer_factory(
     *,
     all_names: Collection[str],
 ) -> OptimizerFactory:
-    """A factory with Trainer's two groups, of those parameters that are decayed and of the others, by their names of
-    the whole model; it refuses a name that is not among all, `all_names`."""
+    """Return an optimizer factory with Trainer's two parameter groups: with and without weight decay.
+
+    Names are those of the full model. A name that is not in `all_names` is a StrategyError."""
 
     def factory(named_parameters: Iterable[tuple[str, nn.Parameter]]) -> Optimizer:
         named = list(named_parameters)
         strange = sorted({name for name, _ in named} - set(all_names))
         if strange:
-            raise StrategyError(f"the strategy calls a parameter {strange[0]!r}, and the model has none of that name.")
+            raise StrategyError(f"the strategy names a parameter {strange[0]!r}, which the model does not have.")
         groups = [
             {"params": [each for name, each in named if (name in decayed) == is_decayed], "weight_decay": decay}
             for is_decayed, decay in ((True, weight_decay), (False, 0.0))

@@ -1,11 +1,10 @@
-"""The objective of a trainer: its own `compute_loss`, called with something that stands in for the model.
+"""Objective of a trainer: its `compute_loss`, called with a proxy of the model.
 
-[Note: the trainer's own loss] Losses of trainers, TRL's and those of users, are written against a model: they call it
-with a microbatch and make a mean of what it returns. Here the manager runs the model, under whatever layout, and gives
-statistics of its tokens to an objective. So the objective calls `compute_loss` of the trainer with a `ModelProxy`,
-which answers with these statistics under the names that the model's outputs have. What a loss logs on the way it
-gathers over data ranks; that is done after the step, on statistics that were kept, with a second call: an objective
-sends nothing.
+[Note: the trainer's own loss] Losses of trainers, of TRL and of users, call a model with a microbatch and average its
+outputs. Here the manager runs the model, under any layout, and passes statistics of its tokens to an objective. The
+objective calls the trainer's `compute_loss` with a `ModelProxy`, which returns these statistics under the names of
+model outputs. A loss also gathers values to log over data ranks, but an objective must not communicate. A second call
+after the step therefore logs them, from saved statistics.
 
 Shapes: B rows of a microbatch, S positions of each, V entries of the vocabulary.
 """
@@ -25,9 +24,9 @@ from meshwright.plugin import IGNORE_INDEX, ConfigError, Outputs, Tokens
 from .accelerator import LocalAccelerator
 
 ROWS_COLUMN = "meshwright_trainer_rows"
-"""Column (B,) of a batch, int64: which row of which microbatch of the trainer each row is; see `numbered`."""
+"""Column (B,) of a batch, int64: the trainer's microbatch and row of each row; see `number_rows`."""
 REFERENCE_KEY = "reference_log_probs"
-"""Key of a microbatch that is held: log-probabilities under the reference model, (B, S - 1)."""
+"""Key of a pending microbatch: log-probabilities under the reference model, (B, S - 1)."""
 _STRIDE = 1 << 32
 
 _STATISTICS: Mapping[str, Callable[[Tokens], Tensor]] = {
@@ -37,16 +36,18 @@ _STATISTICS: Mapping[str, Callable[[Tokens], Tensor]] = {
     "is_top1": lambda tokens: tokens.is_top1[:, :-1],
     "label_mask": lambda tokens: tokens.mask[:, :-1],
 }
-"""Fields of TRL's outputs of a fused head, (B, S - 1), of our statistics; 0 where there is no label."""
+"""Output fields of TRL's fused head, (B, S - 1), computed from token statistics; 0 where there is no label."""
 
 
 def number_rows(microbatch: int, order: Tensor) -> Tensor:
-    """The column `ROWS` of the rows that a trainer's microbatch has in this order; int64, (B,)."""
+    """Return the column `ROWS_COLUMN` of a trainer's microbatch, whose rows are in this order; int64, (B,)."""
     return order + microbatch * _STRIDE
 
 
 def get_labels(inputs: Mapping[str, Tensor]) -> Tensor:
-    """The labels of a trainer's microbatch, int64, (B, S): its own; or its completions; or all that is no padding."""
+    """Return the labels of a trainer's microbatch, int64, (B, S).
+
+    Without a column of labels, these are the completions, or else all tokens except padding."""
     if "labels" in inputs:
         return inputs["labels"]
     ids = inputs["input_ids"]
@@ -57,11 +58,11 @@ def get_labels(inputs: Mapping[str, Tensor]) -> Tensor:
 
 
 class TrainerLoss:
-    """A trainer's loss over the rows of its microbatches.
+    """Objective that calls a trainer's loss.
 
-    A trainer either divides by the number of items itself, where the sum over items is taken here, or means over the
-    groups of rows of a microbatch (pairs, sequences), where that mean times the number of groups is. Pairs are groups
-    of 2 rows: chosen rows come first in the trainer's order, and lie beside the rejected ones in the manager's.
+    If the trainer divides by the number of items, the objective is the sum over items. If it averages over the groups
+    of rows of a microbatch (pairs, sequences), the objective is this mean times the number of groups. Pairs are groups
+    of 2 rows. In the trainer's order all chosen rows come first; in the manager's order pairs are adjacent.
     """
 
     columns = (ROWS_COLUMN,)
@@ -76,12 +77,12 @@ class TrainerLoss:
         self.begin_step([])
 
     def begin_step(self, microbatches: list[dict[str, Any]]) -> None:
-        """Called before each step and evaluation."""
+        """Set the microbatches of the next step or evaluation, and drop the saved statistics."""
         self.microbatches, self.has_run = microbatches, False
         self.saved_statistics: dict[int, dict[str, Tensor]] = defaultdict(dict)
 
     def row_order(self, count: int, device: torch.device) -> Tensor:
-        """The trainer's rows in the manager's order; int64, (count,)."""
+        """Return the indices of the trainer's rows in the manager's order; int64, (count,)."""
         return torch.arange(count, device=device).view(self.group_size, -1).T.flatten()
 
     def count(self, batch: Mapping[str, Tensor]) -> int:
@@ -102,7 +103,7 @@ class TrainerLoss:
         return torch.stack(called).sum()
 
     def split_calls(self, count: int, device: torch.device) -> list[Tensor]:
-        """Which of the rows, in the manager's order, each call of the trainer's loss is given, in its own order."""
+        """Return the rows of each call of the trainer's loss: indices into the manager's order, in trainer's order."""
         # The first rows of all groups, then the second ones.
         return [torch.arange(count, device=device).view(-1, self.group_size).T.flatten()]
 
@@ -130,22 +131,20 @@ class TrainerLoss:
         return loss * (len(order) // self.group_size) if self.is_mean else loss
 
     def log(self) -> None:
-        """Let the trainer log what its loss logs; on ranks with the loss, collective over those with their place in the
-        model.
-        """
+        """Call the trainer's loss again, to let it log; only on ranks with the loss. Collective over data ranks."""
         for microbatch, held in enumerate(self.microbatches):
             with torch.no_grad():
                 self._compute_loss(lambda name, at=microbatch: self._get_saved(at, name), dict(held), is_logged=True)
 
     def _get_saved(self, microbatch: int, name: str) -> Tensor:
-        """A statistic of a microbatch; zeros where it has no target, so that nothing was asked."""
+        """Return a statistic of a microbatch; zeros if it has no targets, so that none was computed."""
         values, ids = self.saved_statistics[microbatch], self.microbatches[microbatch]["input_ids"]
         if name in values:
             return values[name]
         if self.input_kind == "outputs":
             return ids.new_zeros((len(ids), 1), dtype=self._dtype)
         if name == "logits":
-            # Too large to keep, and made into a loss alone, which is not what is logged.
+            # Logits are too large to save, and only the loss needs them, which is not logged here.
             return torch.zeros(1, device=ids.device).expand(*ids.shape, self._vocab_size)
         wide = self._dtype if self._dtype is torch.float64 else torch.float32
         return torch.zeros_like(ids[:, 1:], dtype=torch.bool if name in ("is_top1", "label_mask") else wide)
@@ -166,31 +165,35 @@ class TrainerLoss:
 
 
 def _get_statistic(statistics: Tokens | Outputs, name: str, order: Tensor, vocab_size: int) -> Tensor:
-    """What `LazyModelOutput` gets under a name of an objective's first argument, of the rows in this order; int64,
-    (B,)."""
+    """Return the value of a model output's field, from an objective's first argument.
+
+    `order` are the rows; int64, (B,)."""
     if isinstance(statistics, Outputs):
         if name != "logits":
-            raise ConfigError(f"the trainer's loss asks for {name!r} of a model that classifies; it has 'logits'.")
+            raise ConfigError(
+                f"the trainer's loss reads {name!r} of a sequence classification model, which has only 'logits'. Use "
+                f"a loss of these."
+            )
         return statistics.logits[order]
     if name == "loss":
-        # Of one item: Trainer's losses divide by the number of items, which here is the manager's to do.
+        # As if for one item: Trainer's losses divide by the number of items, which the manager does here.
         return -statistics.log_probs.sum()
     if name == "logits":
-        # All of them, whole on this rank: float32 or wider, (B, S, V).
+        # Full logits on this rank: float32 or wider, (B, S, V).
         every_V = torch.arange(vocab_size, device=statistics.targets.device)
         return (
             statistics.log_probs_for(every_V.expand(*statistics.targets.shape, -1)) + statistics.logsumexp[..., None]
         )[order]
     if name not in _STATISTICS:
         raise ConfigError(
-            f"the trainer's loss asks for {name!r} of the model, and there is: loss, logits, "
-            f"{', '.join(_STATISTICS)}. Take a loss that is made of these."
+            f"the trainer's loss reads {name!r} of the model's outputs, which has only: loss, logits, "
+            f"{', '.join(_STATISTICS)}. Use a loss of these."
         )
     return _STATISTICS[name](statistics)[order]
 
 
 def _select_rows(microbatch: Mapping[str, Any], rows: Tensor, group: int) -> dict[str, Any]:
-    """The entries of a microbatch for some of its rows; those with one value for each group of rows as well."""
+    """Select rows of a microbatch, also in tensors with one value per group of rows."""
     count = len(microbatch["input_ids"])
 
     def of(value: Any) -> Any:
@@ -205,14 +208,15 @@ def _select_rows(microbatch: Mapping[str, Any], rows: Tensor, group: int) -> dic
 
 @contextmanager
 def _patch_trainer(trainer: Any, reference: ModelProxy | None, *, is_logged: bool) -> Iterator[None]:
-    """Around a call of a trainer's loss: its reference model answers with what is known, and unless it is logged,
-    nothing is sent, and what it notes is dropped."""
+    """Context for a call of a trainer's loss, with `reference` as its reference model.
+
+    Unless `is_logged`, the loss communicates nothing, and its logged values are dropped."""
     names = ["accelerator", "ref_model", "aux_loss_enabled", "_metrics", "_total_train_tokens"]
     names.append("current_gradient_accumulation_steps")
     before = {name: getattr(trainer, name) for name in names if hasattr(trainer, name)}
     if not is_logged:
         trainer.accelerator = LocalAccelerator(trainer.accelerator, trainer.num_loss_processes)
-        # The manager divides by what it counts over all microbatches.
+        # The manager divides by the count over all microbatches.
         trainer.current_gradient_accumulation_steps = 1
     if reference is not None:
         trainer.ref_model = reference
@@ -229,18 +233,18 @@ def _patch_trainer(trainer: Any, reference: ModelProxy | None, *, is_logged: boo
                 setattr(trainer, name, value)
 
 
-# -- instead of a model
+# -- proxies of a model and its outputs
 
 
 class LazyModelOutput:
-    """What a model's outputs are to a loss: `get` gives a value by its name, and `order` names those of the tuple."""
+    """Stand-in for a model's outputs. `get` returns a value by name; `order` are the names of the tuple's items."""
 
     def __init__(self, get: Callable[[str], Tensor], order: Sequence[str] = ("loss", "logits")) -> None:
         self._get, self._order = get, order
         self._known: dict[str, Tensor] = {}
 
     def without_labels(self) -> LazyModelOutput:
-        """The same of a model that is called without labels, and so has no loss to give first."""
+        """Return the outputs of the same model called without labels, which do not start with a loss."""
         other = LazyModelOutput(self._get, ("logits",))
         other._known = self._known
         return other
@@ -257,8 +261,9 @@ class LazyModelOutput:
 
 
 class ModelProxy:
-    """Instead of a model that is called with some `input_ids`: it gives one answer, and refuses other
-    `input_ids`, of which nothing is known. Other attributes are the model's."""
+    """Stand-in for a model. Called with the known `input_ids` it returns the known output; others are an error.
+
+    Other attributes are the model's."""
 
     def __init__(self, model: Any, ids: Tensor, answer: LazyModelOutput) -> None:
         self._model, self._input_ids, self._output = model, ids, answer
@@ -267,8 +272,8 @@ class ModelProxy:
         ids = inputs.get("input_ids", args[0] if args else None)
         if not isinstance(ids, Tensor) or not torch.equal(ids, self._input_ids):
             raise ConfigError(
-                "the trainer's loss calls the model with other input_ids than those of its microbatch, for which alone "
-                "the model runs over a mesh. Change them in the data or its collator, and call the model with those."
+                "the trainer's loss calls the model with other input_ids than those of its microbatch, but on a mesh "
+                "the model runs only on these. Change input_ids in the data or its collator, not in the loss."
             )
         return self._output if inputs.get("labels") is not None else self._output.without_labels()
 

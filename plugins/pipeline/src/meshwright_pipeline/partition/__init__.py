@@ -1,1 +1,1 @@
-"""How a model becomes stages: where it is cut, what crosses, and trial runs that find that out."""
+"""Splitting of a model into stages: the blocks of each, boundary tensors, and trial runs that determine both."""

@@ -1,9 +1,10 @@
-"""Find out how a model can be cut, by running it whole and in stages. The model is the same again afterwards.
+"""Determine how to split a model, by running it in full and in stages. The model is restored afterwards.
 
-[Note: what is checked] Before anything is taken apart, the model runs on a few tokens: whole, and as a chain of the
-stages that it is to be cut into. Logits must be equal to the last bit. Where they are not, what crosses besides hidden
-states is looked for at each cut: arguments of the block behind it that differ between a whole run and one that begins
-there; then what modules before the first block return; what is not needed is left out again. Else it is refused.
+[Note: what is checked] Before the model is changed, it runs on a few tokens: in full, and as the chain of its future
+stages. Both logits must be bitwise equal. If they are not, further tensors must cross the boundaries. Candidates are
+arguments of the block after a boundary that differ between the full run and a run that starts at this block, and
+outputs of modules before the first block. Those that turn out to be unnecessary are dropped. If no set of tensors makes
+the logits equal, the model is rejected.
 """
 
 from __future__ import annotations
@@ -33,7 +34,7 @@ from .trial_runs import (
 
 
 class PartitionAnalyzer:
-    """Runs of a whole model, which must have weights, and `cut`, what follows from them: all but the crossings."""
+    """Trial runs of a full model, which must have weights, and its `partition`, still without boundary tensors."""
 
     def __init__(self, model: nn.Module, layout: ModelLayout, options: Mapping[str, Any]) -> None:
         self._model, self._options = model, options
@@ -55,7 +56,7 @@ class PartitionAnalyzer:
     def _build_partition(self, layout: ModelLayout) -> ModelPartition:
         first, model = self._trial_runs[0], self._model
         if any(trial.blocks != first.blocks for trial in self._trial_runs):
-            raise ModelError("which blocks run depends on the batch.")
+            raise ModelError("the blocks that run depend on the batch.")
         return ModelPartition(
             blocks=first.blocks,
             outside_modules={module: frozenset(positions) for module, positions in first.outside_positions.items()},
@@ -63,7 +64,7 @@ class PartitionAnalyzer:
             replicated_modules=frozenset(
                 module
                 for module in first.outside_positions
-                # A frozen embedding or head, or one within an adapter, is too large to be held by all.
+                # A frozen embedding or head, or one inside an adapter, is too large to replicate on all stages.
                 if not any(f"{module}.".startswith(f"{each}.") for each in (layout.embedding, layout.head))
                 and not any(p.requires_grad for p in model.get_submodule(module).parameters())
             ),
@@ -81,7 +82,7 @@ class PartitionAnalyzer:
             shapes = [
                 trial.outside_outputs[module].shape for trial in self._trial_runs if module in trial.outside_outputs
             ]
-            # Only modules that run before a block matter, and not all can be predicted.
+            # Only modules that run before a block matter, and not all shapes can be predicted.
             if len(shapes) == len(TRIAL_SHAPES):
                 try:
                     yield module, (infer_dims(shapes, TRIAL_SHAPES), output.dtype)
@@ -89,12 +90,14 @@ class PartitionAnalyzer:
                     continue
 
     def run_with_router_logits(self) -> Any:
-        """What the whole model returns for a few tokens, (2, 16), when it is asked for the logits of its routers."""
+        """Return the outputs of the full model for a few tokens, (2, 16), with the logits of its routers."""
         with eval_mode(self._model):
             return self._model(**self._trial_runs[0].batch, **enable_router_logits(self._options))
 
     def partition_at(self, starts: Sequence[int]) -> ModelPartition:
-        """The cut, with what crosses the boundaries before the first blocks of all stages but the first, ascending."""
+        """Return the partition with its boundary tensors.
+
+        `starts` are the indices of the first blocks of all stages but the first, ascending."""
         with self._trial_context():
             cut = replace(
                 self.partition,
@@ -111,7 +114,9 @@ class PartitionAnalyzer:
             raise error
 
     def _add_boundary_tensors(self, cut: ModelPartition, early: Sequence[str]) -> ModelPartition | None:
-        """The cut with what else must cross, with and without what modules before the first block return."""
+        """Return the partition with further boundary tensors; None if the logits still differ.
+
+        `early` are modules before the first block whose outputs may cross."""
         found = self._add_differing_arguments(cut, early)
         if found is None:
             return None
@@ -129,7 +134,7 @@ class PartitionAnalyzer:
         return found
 
     def _add_differing_arguments(self, cut: ModelPartition, early: Sequence[str]) -> ModelPartition | None:
-        """With all arguments that would differ; None if that is not enough."""
+        """Return the partition with all differing arguments as boundary tensors; None if that is not enough."""
         crossings = {}
         for start, hidden in cut.boundary_tensors.items():
             modules = tuple(self._build_boundary_tensor(start, name) for name in early)
@@ -149,7 +154,7 @@ class PartitionAnalyzer:
         return BoundaryTensor(source, infer_dims([each.shape for each in tensors], TRIAL_SHAPES), tensors[0].dtype)
 
     def _find_differing_arguments(self, cut: ModelPartition, start: int) -> list[TensorPath]:
-        """Arguments of a block that are not what they should be where the model begins with it."""
+        """Return the arguments of a block that differ from the full run if the model starts at this block."""
         trial, stage = self._trial_runs[0], range(start, len(cut.blocks))
         boundary = cut.build_boundary(stage)
         seen: list[dict[TensorPath, Tensor]] = []
@@ -166,7 +171,7 @@ class PartitionAnalyzer:
             try:
                 trial.run()
             except Exception as error:
-                # Arguments are seen before what is missing is missed.
+                # The arguments are recorded before missing tensors cause an error.
                 if not seen:
                     raise ModelError(format_exception(error)) from error
             finally:
@@ -180,7 +185,7 @@ class PartitionAnalyzer:
         return [path for path, tensor in trial.block_inputs[start].items() if path and differs(path, tensor)]
 
     def _find_error(self, cut: ModelPartition) -> ModelError | None:
-        """Why the chain of stages does not do what the whole model does."""
+        """Return the error of a chain of stages that fails or has other logits than the full model, or None."""
         trial = self._trial_runs[0]
         received: Any = ()
         for start, stop in pairwise([0, *cut.boundary_tensors, len(cut.blocks)]):
@@ -193,14 +198,14 @@ class PartitionAnalyzer:
                     received = forward()
             except Exception as error:
                 at = cut.blocks[start or stop % len(cut.blocks)]
-                failed = ModelError(f"cut before {at}, it fails ({format_exception(error)}).")
+                failed = ModelError(f"it fails when cut before {at} ({format_exception(error)}).")
                 failed.__cause__ = error
                 return failed
             finally:
                 boundary.end_forward()
         if not torch.equal(received, trial.logits):
             return ModelError(
-                f"cut before {' and '.join(cut.blocks[start] for start in cut.boundary_tensors)}, its logits change, "
-                "so it passes on more than goes through its blocks."
+                f"its logits change when cut before {' and '.join(cut.blocks[start] for start in cut.boundary_tensors)}"
+                ", so it passes on more tensors than go through its blocks."
             )
         return None

@@ -1,10 +1,9 @@
-"""How a model is cut, and what crosses from one stage to the next: where it is found, its shape, where it is put.
+"""Partition of a model, and the tensors that cross from one stage to the next: their source, shape and destination.
 
-[Note: crossings] Hidden states always cross. Some blocks take more than them from blocks before (keys and values that
-later layers share, states of a router), and some models come back, between or behind blocks, to what they have computed
-before the first. Such tensors cross too, each at each boundary: the former are found among the arguments of the block
-behind the boundary, the latter are what a module before the first block has returned. Their gradients come back the
-same way.
+[Note: boundary tensors] Hidden states always cross. Some blocks need further tensors of earlier blocks (keys and values
+that later layers share, states of a router). Some models use tensors between or after the blocks that they computed
+before the first block. These tensors cross every boundary too. The former are arguments of the block after the
+boundary; the latter are outputs of a module before the first block. Their gradients return the same way.
 """
 
 from __future__ import annotations
@@ -19,7 +18,7 @@ from torch import Tensor, nn
 from meshwright.plugin import Batch, ModelError
 
 TensorPath = tuple[tuple[str, Any], ...]
-"""Where a tensor is in (args, kwargs) of a call: steps ("item", index) into lists and tuples, ("key", key) into
+"""Path of a tensor in (args, kwargs) of a call: steps ("item", index) into lists and tuples, ("key", key) into
 mappings."""
 
 _ARGS, _KWARGS = ("item", 0), ("item", 1)
@@ -27,8 +26,9 @@ _ARGS, _KWARGS = ("item", 0), ("item", 1)
 
 @dataclass(frozen=True)
 class SymbolicDim:
-    """The size of one dim: `constant + factor * of`, where `of` is "B", the sequences of a microbatch, "S", its length,
-    "BS", the product, or ""."""
+    """Size of one dim, `constant + factor * base`.
+
+    `base` is "B", the sequences of a microbatch, "S", their length, "BS", the product, or "", which is 0."""
 
     base: str = ""
     factor: int = 0
@@ -43,14 +43,14 @@ def _base_sizes(batch: int, length: int) -> dict[str, int]:
 
 
 def infer_dims(shapes: Sequence[Sequence[int]], batches: Sequence[tuple[int, int]]) -> tuple[SymbolicDim, ...]:
-    """How a shape follows from the batch, given the shapes of one tensor for several (sequences, length)."""
+    """Return how a tensor's shape depends on the batch, from its shapes for several batches (sequences, length)."""
     if len({len(shape) for shape in shapes}) == 1:
         dims = [_infer_dim(sizes, batches) for sizes in zip(*shapes, strict=True)]
         if None not in dims:
             return tuple(dim for dim in dims if dim is not None)
     raise ModelError(
-        f"what crosses has the shapes {' and '.join(str(tuple(shape)) for shape in shapes)} for batches of "
-        f"{' and '.join(str(batch) for batch in batches)} tokens, which cannot be predicted for others."
+        f"a tensor that crosses has the shapes {' and '.join(str(tuple(shape)) for shape in shapes)} for batches of "
+        f"{' and '.join(str(batch) for batch in batches)} tokens, so its shape for other batches is unknown."
     )
 
 
@@ -69,10 +69,10 @@ def _infer_dim(sizes: Sequence[int], batches: Sequence[tuple[int, int]]) -> Symb
 
 @dataclass(frozen=True)
 class BoundaryTensor:
-    """One tensor that crosses a boundary; see [Note: crossings]."""
+    """One tensor that crosses a boundary; see [Note: boundary tensors]."""
 
     source: TensorPath | str
-    """Where it is among the arguments of the block behind the boundary; or the name of the module that returned it."""
+    """Path among the arguments of the block after the boundary, or the name of the module that returned it."""
     dims: tuple[SymbolicDim, ...]
     dtype: torch.dtype
 
@@ -82,26 +82,27 @@ class BoundaryTensor:
 
 @dataclass(frozen=True)
 class ModelPartition:
-    """How a model is cut: facts that runs of it have shown."""
+    """Structure of a model, as trial runs have shown it."""
 
     blocks: tuple[str, ...]
-    """In the order in which they run."""
+    """Names, in execution order."""
     outside_modules: Mapping[str, frozenset[int]]
-    """For each module outside of the blocks with parameters of its own: after how many blocks it runs, if at all."""
+    """For each module with direct parameters outside the blocks: the numbers of blocks after which it runs."""
     outside_outputs: Mapping[str, tuple[tuple[SymbolicDim, ...], torch.dtype]]
-    """Of those that return one tensor."""
+    """Shape and dtype of the output, for each outside module that returns one tensor."""
     replicated_modules: frozenset[str]
-    """Those without a parameter that trains, such as tables of positions; every stage holds them."""
+    """Outside modules without trainable parameters, such as position tables; every stage holds them."""
     container_parameters: tuple[str, ...]
     """Parameters of modules that contain the blocks; the first stage holds them."""
     output_lengths: Mapping[str, int | None]
-    """For each block, the length of the tuple that it returns; None where it returns a tensor."""
+    """For each block, the length of the tuple that it returns; None if it returns a tensor."""
     boundary_tensors: Mapping[int, tuple[BoundaryTensor, ...]] = field(default_factory=dict)
-    """By the index of the block behind the boundary."""
+    """Maps the index of the block after a boundary to the tensors that cross."""
     writes_in_place: bool = False
+    """See `StageBoundary`."""
 
     def runs_on_stage(self, module: str, stage: range) -> bool:
-        """Whether a stage runs a module outside of the blocks on real values, and so must hold it."""
+        """Return whether a stage runs a module outside the blocks on real values, and so must hold it."""
         if module in self.replicated_modules:
             return True
         positions = self.outside_modules[module] or {0}
@@ -113,18 +114,18 @@ class ModelPartition:
 
 
 def find_hidden_states(args: Sequence[Any], kwargs: Mapping[str, Any]) -> TensorPath:
-    """Where the hidden states are among the arguments of a block."""
-    places: list[tuple[TensorPath, Any]] = [((_ARGS, ("item", index)), value) for index, value in enumerate(args)]
+    """Return the path of the hidden states among the arguments of a block."""
+    candidates: list[tuple[TensorPath, Any]] = [((_ARGS, ("item", index)), value) for index, value in enumerate(args)]
     names = sorted(kwargs, key=lambda name: name != "hidden_states")
-    places += [((_KWARGS, ("key", name)), kwargs[name]) for name in names]
-    for path, value in places:
+    candidates += [((_KWARGS, ("key", name)), kwargs[name]) for name in names]
+    for path, value in candidates:
         if isinstance(value, Tensor) and value.is_floating_point():
             return path
     raise ModelError("a block is called without hidden states.")
 
 
 def iter_tensor_paths(value: Any, path: TensorPath = ()) -> Iterator[tuple[TensorPath, Tensor]]:
-    """All tensors in lists, tuples and mappings within each other, with their places."""
+    """Yield all tensors in nested lists, tuples and mappings, with their paths."""
     if isinstance(value, Tensor):
         yield path, value
     elif type(value) in (list, tuple):
@@ -145,7 +146,9 @@ def get_tensor_at(value: Any, path: TensorPath) -> Tensor | None:
 
 
 def set_tensor_at(value: Any, path: TensorPath, tensor: Tensor) -> Any:
-    """The value with a tensor at a place. Mappings are changed, as later blocks read the same; sequences are new."""
+    """Return the value with a tensor set at a path.
+
+    Mappings are changed in place, since later blocks read the same mapping; sequences are copied."""
     if not path:
         return tensor
     (kind, key), *rest = path
@@ -160,10 +163,10 @@ def set_tensor_at(value: Any, path: TensorPath, tensor: Tensor) -> Any:
 
 
 class StageBoundary:
-    """What has come into a stage, and what it keeps for the stages behind it; set before each forward.
+    """Tensors that a stage receives and sends, for one forward at a time.
 
-    `inputs` crosses the boundary before the stage, the hidden states first, and `outputs` the one behind it. With
-    `writes_in_place`, what was received is written into the model's own tensors, which may have other uses than blocks.
+    `inputs` cross the boundary before the stage, hidden states first, and `outputs` the one after it. With
+    `writes_in_place`, received tensors are copied into the model's own, which modules outside the blocks may read too.
     """
 
     def __init__(
@@ -175,14 +178,14 @@ class StageBoundary:
     ) -> None:
         self.inputs, self.outputs, self.writes_in_place = tuple(inputs), tuple(outputs), writes_in_place
         self.batch_shape: tuple[int, int] = (0, 0)
-        """Sequences of the microbatch, and their length."""
+        """Number of sequences of the microbatch, and their length."""
         self.device = torch.device("cpu")
         self.received: tuple[Tensor, ...] = ()
         self.pre_block_outputs: dict[str, Tensor] = {}
-        """By the name of its module: what was computed before the first block and crosses."""
+        """Tensors that cross and were computed before the first block, by the name of their module."""
 
     def begin_forward(self, batch: Batch, received: Sequence[Tensor] = ()) -> None:
-        """Begin with a microbatch, and the tensors of `entering`; none for the first stage."""
+        """Set the microbatch and the received tensors, as in `inputs`; empty for the first stage."""
         ids = batch["input_ids"]
         batch_size, length = ids.shape
         self.batch_shape, self.device, self.received = (batch_size, length), ids.device, tuple(received)
@@ -193,7 +196,7 @@ class StageBoundary:
         self.received, self.pre_block_outputs = (), {}
 
     def input_hook(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """A forward pre-hook of the stage's first block: what was received takes its place among the arguments."""
+        """Forward pre-hook of the stage's first block: replace arguments with the received tensors."""
         if not self.received:
             return None
         hidden = find_hidden_states(args, kwargs)
@@ -205,7 +208,7 @@ class StageBoundary:
             if old is not None and self.writes_in_place and old.shape == new.shape and old.dtype == new.dtype:
                 old.copy_(new)
             elif old is not None and path == hidden:
-                # Under whatever names the block gets it.
+                # Replace the hidden states under every name.
                 args = tuple(new if value is old else value for value in args)
                 kwargs = {name: new if value is old else value for name, value in kwargs.items()}
             else:
@@ -213,7 +216,7 @@ class StageBoundary:
         return args, kwargs
 
     def collect_outputs(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Tensor, ...]:
-        """What leaves, from the arguments of the block behind the stage; of the shapes of `leaving`, in their order."""
+        """Return the tensors of `outputs`, in order, from the arguments of the block after the stage."""
         found = []
         for each in self.outputs:
             if isinstance(each.source, str):
@@ -222,8 +225,8 @@ class StageBoundary:
                 tensor = get_tensor_at((args, kwargs), each.source or find_hidden_states(args, kwargs))
             if tensor is None or tuple(tensor.shape) != each.shape(*self.batch_shape):
                 raise ModelError(
-                    f"a stage of the pipeline sends {'nothing' if tensor is None else tuple(tensor.shape)}, where the "
-                    f"next expects {each.shape(*self.batch_shape)}. Set pp_size=1."
+                    f"a stage of the pipeline sends {'nothing' if tensor is None else tuple(tensor.shape)}, but the "
+                    f"next one expects {each.shape(*self.batch_shape)}. Set pp_size=1."
                 )
             found.append(tensor)
         return tuple(found)

@@ -1,6 +1,6 @@
-"""Which blocks each stage holds, and how long a step of such stages takes, for plans. Names and numbers only.
+"""Assign blocks to stages, and estimate the step time of the stages for plans. Uses only names and numbers.
 
-Where a model can be cut at all is found by `study`; how many stages there are, in `config`.
+`analyzer` determines where a model can be split; `config` determines the number of stages.
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ if TYPE_CHECKING:
     from meshwright.plugin import ModelLayout
 
 EMBEDDING_COST = 0.1
-"""Cost of an element of an embedding, where one of a matrix product costs 1: looking up is free, but the optimizer
-updates each element, in a time that is short against that of a step's tokens and not nothing."""
+"""Cost of an embedding parameter, relative to a parameter of a matrix product. The lookup is free, but the optimizer
+updates each parameter, which takes a short time relative to a step."""
 
 
 def split_model(
@@ -36,8 +36,9 @@ def split_model(
     blocks: Sequence[str],
     runs_in: Callable[[str, range], bool] = lambda module, stage: True,
 ) -> list[range]:
-    """Divide a whole model, which may be on the meta device, as the options say; `blocks` are in the order in which
-    they run.
+    """Return the range of blocks of each stage, according to the options.
+
+    `blocks` are in execution order. The model may be on the meta device.
     """
     if isinstance(config, BlockCountConfig):
         return [range(*each) for each in pairwise([0, *accumulate(config.blocks_per_stage)])]
@@ -62,7 +63,7 @@ def count_parameters(model: nn.Module, name: str | None) -> int:
 
 
 def compute_end_costs(model: nn.Module, layout: ModelLayout) -> dict[str, float]:
-    """What the first and the last stage bear besides their blocks, in elements that take part in a product."""
+    """Return the costs of the first and last stage besides their blocks, in parameters of matrix products."""
     return {
         "first": EMBEDDING_COST * count_parameters(model, layout.embedding),
         "last": count_parameters(model, layout.head),
@@ -70,15 +71,15 @@ def compute_end_costs(model: nn.Module, layout: ModelLayout) -> dict[str, float]
 
 
 def split_blocks(costs: Sequence[float], stages: int, *, first: float = 0.0, last: float = 0.0) -> list[range]:
-    """Divide consecutive blocks among stages so that the most expensive stage is as cheap as it can be.
+    """Divide consecutive blocks among stages, so that the cost of the most expensive stage is minimal.
 
-    Among such divisions the one with the least sum of squares is taken, which is the most even; among those, the one
-    that gives earlier stages fewer blocks, as they hold more microbatches at once. `first` and `last` are what the ends
-    bear besides their blocks (embedding, head), in the unit of `costs`.
+    Ties are resolved by the smallest sum of squares, which is the most even division, then by fewer blocks on earlier
+    stages, which hold more microbatches at once. `first` and `last` are the costs of the first and last stage besides
+    their blocks (embedding, head), in the unit of `costs`.
     """
     if not 1 <= stages <= len(costs):
         raise ConfigError(
-            f"{len(costs)} blocks cannot be divided into {stages} stages, each of which needs one. "
+            f"{len(costs)} blocks cannot be divided into {stages} stages, since each stage needs one. "
             f"Use between 1 and {len(costs)} stages."
         )
     sums = [0.0, *accumulate(costs)]
@@ -88,7 +89,7 @@ def split_blocks(costs: Sequence[float], stages: int, *, first: float = 0.0, las
         return sums[stop] - sums[start] + at_ends
 
     largest, _ = _find_best_cuts(cost, len(costs), stages, combine=max)
-    # Differences of sums have been rounded.
+    # Tolerance for rounding in differences of sums.
     limit = largest * (1 + 1e-9)
 
     def square(stage: int, start: int, stop: int) -> float:
@@ -102,7 +103,7 @@ def split_blocks(costs: Sequence[float], stages: int, *, first: float = 0.0, las
 def _find_best_cuts(
     cost: Callable[[int, int, int], float], blocks: int, stages: int, *, combine: Callable[[float, float], float]
 ) -> tuple[float, list[int]]:
-    """The least combined cost of `stages` consecutive ranges, and their ends, from 0 to `blocks`."""
+    """Return the minimal combined cost of `stages` consecutive ranges, and their limits, from 0 to `blocks`."""
     best = {stop: (cost(0, 0, stop), [0, stop]) for stop in range(1, blocks - stages + 2)}
     for stage in range(1, stages):
         best = {
@@ -112,7 +113,7 @@ def _find_best_cuts(
                     for start, (value, cuts) in best.items()
                     if start < stop
                 ),
-                # Equal except for rounding; then the earlier cuts.
+                # Costs that are equal up to rounding are ties, which the earlier cuts win.
                 key=lambda option: (float(f"{option[0]:.9g}"), option[1]),
             )
             for stop in range(stage + 1, blocks - stages + stage + 2)
@@ -128,22 +129,22 @@ def split_by_names(
     holders: Collection[str],
     runs_in: Callable[[str, range], bool] = lambda module, stage: True,
 ) -> list[range]:
-    """The indices of each stage's blocks, where the user has named the modules of each in `parts`.
+    """Return the range of blocks of each stage, from the module names of each stage in `parts`.
 
-    A name stands for its module and all inside it. Modules without parameters may be named on several stages, or not at
-    all. `holders` are modules with parameters of their own; `runs_on_stage` says whether a stage with these blocks uses
-    a module that is in no block.
+    A name includes all submodules. Modules without parameters may be named on several stages, or not at all. `holders`
+    are modules with direct parameters. `runs_in` returns whether a stage with these blocks uses a module outside the
+    blocks.
     """
     for stage, names in enumerate(parts):
         for name in names:
             if name not in modules:
-                raise _config_error(f"stage {stage} names {name!r}, which is no module of the model")
+                raise _config_error(f"stage {stage} names {name!r}, which is not a module of the model. Correct it")
             around = [block for block in blocks if _is_inside(name, block) and name != block]
             if around:
                 raise _config_error(
-                    f"stage {stage} names {name!r}, a part of the block {around[0]!r}. Name the whole block"
+                    f"stage {stage} names {name!r}, a part of the block {around[0]!r}. Name the full block"
                 )
-    # A module that contains the blocks belongs to no stage: its own parameters go where they are used.
+    # A module that contains blocks belongs to no stage: its direct parameters go where they are used.
     needed = [name for name in holders if not any(_is_inside(block, name) and block != name for block in blocks)]
     stage_of = _assign_stages(parts, [*blocks, *needed])
     order = [stage_of[block] for block in blocks]
@@ -155,7 +156,7 @@ def split_by_names(
     ranges = [range(order.index(stage), order.index(stage) + order.count(stage)) for stage in sorted(set(order))]
     if len(ranges) < len(parts):
         empty = next(stage for stage in range(len(parts)) if stage not in order)
-        raise _config_error(f"stage {empty} holds no block. Give each stage one, or name fewer stages")
+        raise _config_error(f"stage {empty} has no block. Give each stage one, or name fewer stages")
     for name in needed:
         if not any(_is_inside(name, block) for block in blocks) and not runs_in(name, ranges[stage_of[name]]):
             able = [stage for stage, held in enumerate(ranges) if runs_in(name, held)]
@@ -164,14 +165,14 @@ def split_by_names(
 
 
 def _assign_stages(parts: Sequence[Sequence[str]], modules: Sequence[str]) -> dict[str, int]:
-    """The stage of each of these modules, which are all to be on one."""
+    """Return the stage of each of these modules; each must be on exactly one."""
     stage_of: dict[str, int] = {}
     for name in dict.fromkeys(modules):
         found = [stage for stage, names in enumerate(parts) for each in names if _is_inside(name, each)]
         if not found:
-            raise _config_error(f"{name!r} is on no stage. Add it to the stage that is to hold it")
+            raise _config_error(f"{name!r} is on no stage. Add it to one")
         if len(found) > 1:
-            raise _config_error(f"{name!r} is named {len(found)} times, on stages {found}. Leave one of them")
+            raise _config_error(f"{name!r} is named {len(found)} times, on stages {found}. Name it once")
         stage_of[name] = found[0]
     return stage_of
 
@@ -189,13 +190,13 @@ def _is_inside(name: str, module: str) -> bool:
 
 @dataclass(frozen=True)
 class PipelineCostModel:
-    """What a plan needs to know of a model in stages; see `meshwright_plan.pipeline_extrapolation`."""
+    """Cost model of a model in stages, for plans; see `meshwright_plan.pipeline_extrapolation.StageCostModel`."""
 
     config: PipelineConfig
     blocks_per_stage: tuple[int, ...]
-    """Of each stage."""
+    """Number of blocks of each stage."""
     pp_size: int
-    """Of the pipeline."""
+    """Number of pipeline ranks."""
 
     def config_with_blocks(self, blocks: Sequence[int]) -> PipelineConfig:
         values = {name: getattr(self.config, name) for name in PipelineConfig.model_fields}
@@ -203,8 +204,9 @@ class PipelineCostModel:
         return BlockCountConfig(**values, blocks_per_stage=tuple(blocks))
 
     def find_steady_state(self, ranks: int, rows: int) -> tuple[int, int] | None:
-        """From how many microbatches of `rows` sequences on, and in steps of how many, more of them add the same; None:
-        unknown."""
+        """Return (least, step), in micro-batches of `rows` sequences; None if unknown.
+
+        From `least` micro-batches on, each further `step` of them add the same actions."""
         pieces, rest = divmod(rows, self.config.pp_microbatch_size)
         if rest or self.config.sequences_per_run is not None or self.config.pp_schedule_csv is not None:
             return None
@@ -217,10 +219,10 @@ class PipelineCostModel:
         return self._build_schedule(ranks, sequences).placement
 
     def estimate_step_seconds(self, costs: Sequence[float], *, forward: float, ranks: int, sequences: int) -> float:
-        """How long a step takes [s], if messages take no time, with the costs of a sequence on each stage, there and
-        back [s].
+        """Return the time of a step [s], if communication takes no time.
 
-        `forward` is the share that does not come in a backward; gradients of weights that come behind it do.
+        `costs` are the times of forward and backward of one sequence on each stage [s]; `forward` is the fraction of
+        this time outside of backwards, deferred weight gradients included.
         """
         schedule = self._build_schedule(ranks, sequences)
         first = forward / 2 if schedule.splits_backward else forward
@@ -243,7 +245,7 @@ class PipelineCostModel:
 def build_cost_model(
     model: nn.Module, layout: ModelLayout, config: PipelineConfig, pp_size: int
 ) -> PipelineCostModel | None:
-    """How a model is divided; None where the user has named the modules of stages, or gives them."""
+    """Return the cost model of a model in stages; None if the user named the modules of stages or supplies stages."""
     if config.module_fqns_per_model_part is not None or not config.patch_inner_model:
         return None
     stages = compute_num_stages(config, num_layers=len(layout.blocks), pp_size=pp_size)

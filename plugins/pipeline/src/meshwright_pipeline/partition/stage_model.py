@@ -1,15 +1,15 @@
-"""Make a stage of a whole model, in place or for a while, at the inputs of its blocks.
+"""Reduce a full model to one stage, permanently or within a context.
 
-[Note: one forward] Each stage runs the forward of the whole model, so that positions, masks, rotary tables and whatever
-else a model computes are its own code on every stage, and nothing here knows a model. What a stage does not hold is
-replaced by stand-ins without parameters:
+[Note: one forward] Each stage runs the forward of the full model. The model's own code therefore computes positions,
+masks and rotary tables on every stage, and no code here is specific to a model. Modules that a stage does not hold are
+replaced by stubs without parameters:
 
-- what runs before the first block gives zeros of the right shape, on which the model's arithmetic falls;
-- blocks before the stage give back their input; the input of the stage's first block is then replaced by what the
-  stage before has sent;
-- the block behind the stage ends the forward, and its input is what the stage sends.
+- modules before the first block return zeros of the right shape;
+- blocks before the stage return their input; the input of the stage's first block is then replaced with the tensors
+  from the previous stage;
+- the block after the stage ends the forward; its input is what the stage sends.
 
-Cutting at inputs, not outputs, leaves to the sender what a model does between two blocks.
+Models are split at the inputs of blocks, not at their outputs, so that the sender runs all code between two blocks.
 """
 
 from __future__ import annotations
@@ -27,17 +27,17 @@ from meshwright.plugin import ModelError, WrapOrder, replace_parameters, set_ten
 
 from .boundary import ModelPartition, StageBoundary, SymbolicDim, find_hidden_states, get_tensor_at
 
-# -- whole models, one for each stage of a rank
+# -- full models, one for each stage of a rank
 
 
 def copy_for_stages(model: nn.Module, count: int) -> list[nn.Module]:
-    """The model and copies of its modules, `count` in all, which share all parameters."""
+    """Return the model and `count - 1` copies of its modules, which share all parameters."""
     shared = [{id(parameter): parameter for parameter in model.parameters()} for _ in range(count - 1)]
     return [model, *(copy.deepcopy(model, memo) for memo in shared)]
 
 
 def unshare_parameters(parts: Sequence[nn.Module]) -> None:
-    """Give each part parameters of its own where an earlier part has the same; in place, of equal values and dtypes."""
+    """Copy parameters that a part shares with an earlier part, in place."""
     taken: set[nn.Parameter] = set()
 
     def own(parameter: nn.Parameter) -> nn.Parameter:
@@ -49,11 +49,11 @@ def unshare_parameters(parts: Sequence[nn.Module]) -> None:
         taken.update(part.parameters())
 
 
-# -- a stage of a whole model
+# -- a stage of a full model
 
 
 def reduce_to_stage(model: nn.Module, cut: ModelPartition, stage: range, boundary: StageBoundary) -> None:
-    """Leave of a whole model, in place, what the stage holds; one that is not the last then returns what it sends."""
+    """Reduce a full model to a stage, in place. Unless it is the last stage, its forward returns what it sends."""
     for name, stand_in in build_stubs(model, cut, stage, boundary).items():
         original = model.get_submodule(name)
         model.set_submodule(name, stand_in)
@@ -70,14 +70,14 @@ def reduce_to_stage(model: nn.Module, cut: ModelPartition, stage: range, boundar
 def register_input_hook(
     model: nn.Module, cut: ModelPartition, stage: range, boundary: StageBoundary
 ) -> Callable[[], None]:
-    """Let the first block of a stage take what was received; returns what undoes that."""
+    """Let the first block of a stage use the received tensors. Return a function that removes the hook."""
     first = model.get_submodule(cut.blocks[stage.start])
-    # Before the hooks of sharding, which see what is received as the block's own input.
+    # Before the hooks of sharding, which then treat the received tensors as the block's own input.
     return first.register_forward_pre_hook(boundary.input_hook, prepend=True, with_kwargs=True).remove
 
 
 def register_output_hooks(model: nn.Module, boundary: StageBoundary) -> list[Callable[[], None]]:
-    """Let modules before the first block leave what crosses of them with the boundary; returns what undoes that."""
+    """Store outputs of modules before the first block that cross. Return functions that remove the hooks."""
 
     def keeping(name: str) -> Callable[..., None]:
         def hook(module: nn.Module, args: Any, output: Tensor) -> None:
@@ -100,7 +100,7 @@ def _replace_by_zeros(model: nn.Module, name: str) -> nn.Parameter:
 
 @contextmanager
 def temporary_stage(model: nn.Module, cut: ModelPartition, stage: range, boundary: StageBoundary) -> Iterator[None]:
-    """The whole model as one stage, for a while."""
+    """Context in which the full model acts as one stage."""
     with ExitStack() as undo:
         if stage.start > 0:
             undo.callback(register_input_hook(model, cut, stage, boundary))
@@ -121,16 +121,16 @@ def _swap_modules(model: nn.Module, others: Mapping[str, nn.Module]) -> Iterator
             model.set_submodule(name, module)
         yield
     finally:
-        # Backwards, for those that lie within others.
+        # In reverse order, since modules may be inside others.
         for name, module in reversed(originals.items()):
             model.set_submodule(name, module)
 
 
-# -- stand-ins
+# -- stubs
 
 
 def build_stubs(model: nn.Module, cut: ModelPartition, stage: range, boundary: StageBoundary) -> dict[str, nn.Module]:
-    """For each module that a stage does not hold, by name, what takes its place."""
+    """Return the stub of each module that a stage does not hold, by name."""
     found: dict[str, nn.Module] = {}
     for index, name in enumerate(cut.blocks):
         block = model.get_submodule(name)
@@ -164,7 +164,7 @@ def stop_at_stage_end(forward: Callable[..., Any]) -> Callable[..., tuple[Tensor
 
 
 class _StageEndReached(Exception):
-    """Ends the forward of a stage at the block behind it; holds what the stage sends."""
+    """Ends the forward of a stage at the block after it; holds the tensors that the stage sends."""
 
     def __init__(self, sent: tuple[Tensor, ...]) -> None:
         super().__init__()
@@ -172,14 +172,14 @@ class _StageEndReached(Exception):
 
 
 class _ModuleStub(nn.Module):
-    """Holds no parameter; answers what a model reads of the module that it replaces, parameters with zeros.
+    """Module without parameters. It forwards attribute access to the module it replaces; parameters read as zeros.
 
-    `absent_names` are modules and parameters within the one that it replaces, for tensor-parallel plans.
+    `absent_names` are the modules and parameters inside the replaced module, for tensor-parallel plans.
     """
 
     def __init__(self, original: nn.Module, boundary: StageBoundary) -> None:
         super().__init__()
-        # In a tuple, so that it is no submodule.
+        # In a tuple, so that it is not registered as a submodule.
         self._original = (original,)
         self._boundary = boundary
         self.absent_names = frozenset(
@@ -192,13 +192,13 @@ class _ModuleStub(nn.Module):
         except AttributeError:
             value = getattr(self.__dict__["_original"][0], name)
         if isinstance(value, nn.Parameter):
-            # Without memory of its own.
+            # A view of one element, to save memory.
             return torch.zeros((), dtype=value.dtype, device=self._boundary.device).expand(value.shape)
         return value
 
 
 class _ZerosStub(_ModuleStub):
-    """For what runs before the stage, outside of blocks: zeros, or what has crossed of it."""
+    """Replaces a module outside the blocks that runs before the stage: returns zeros, or its output if that crosses."""
 
     def __init__(
         self, original: nn.Module, boundary: StageBoundary, name: str, dims: Sequence[SymbolicDim], dtype: torch.dtype
@@ -215,7 +215,7 @@ class _ZerosStub(_ModuleStub):
 
 
 class _PassThroughStub(_ModuleStub):
-    """For blocks before the stage."""
+    """Replaces a block before the stage: returns its input."""
 
     def __init__(
         self, original: nn.Module, boundary: StageBoundary, output_length: int | None, *, is_last: bool
@@ -226,20 +226,20 @@ class _PassThroughStub(_ModuleStub):
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         hidden = get_tensor_at((args, kwargs), find_hidden_states(args, kwargs))
         if self._is_last and hidden is not None:
-            # Into which what was received may be written; the model may hold its input besides.
+            # A copy, since the received tensor may be written into it, and the model may also hold its input.
             hidden = hidden.detach().clone()
         return hidden if self._output_length is None else (hidden, *[None] * (self._output_length - 1))
 
 
 class _StageEndStub(_ModuleStub):
-    """For the block behind the stage."""
+    """Replaces the block after the stage: ends the forward."""
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         raise _StageEndReached(self._boundary.collect_outputs(args, kwargs))
 
 
 class _UnreachableStub(_ModuleStub):
-    """For what a stage never reaches."""
+    """Replaces a module that a stage never reaches."""
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         raise ModelError("a stage of the pipeline called a module that it does not hold.")

@@ -1,10 +1,10 @@
-"""Trial runs: of a whole model on a few tokens, of stages that the user has made, and values for models without any.
+"""Trial runs of a full model or of user-supplied stages on a few tokens, and values for models on the meta device.
 
-[Note: given stages] With patch_inner_model=false and patch_causal_lm_model=false each rank gives `parallelize` its own
-stage, which is trained as it is. The first is called as `stage(input_ids=..., ...)`, the others as
-`stage(inputs_embeds=hidden, ...)`, with what else the batch holds besides labels. All but the last return hidden
-states, one tensor of floating point; the last returns an object with `logits`, (B, S, V). Names of parameters differ
-from stage to stage, as the parts of one model have them.
+[Note: user stages] With patch_inner_model=false and patch_causal_lm_model=false each rank passes its own stage to
+`parallelize`, which trains it without changes. The first stage is called as `stage(input_ids=..., ...)`, the others as
+`stage(inputs_embeds=hidden, ...)`, with the other columns of the batch except labels. All stages but the last return
+hidden states, one floating-point tensor; the last returns an object with `logits`, (B, S, V). Parameter names must be
+unique over all stages, as in the full model.
 """
 
 from __future__ import annotations
@@ -33,14 +33,14 @@ from meshwright.plugin import (
 from .boundary import BoundaryTensor, StageBoundary, TensorPath, find_hidden_states, infer_dims, iter_tensor_paths
 
 TRIAL_SHAPES = ((2, 16), (3, 12), (1, 24))
-"""Batch and length of the trial runs: how shapes change from one to the other shows their dims."""
+"""Batch and length of the trial runs. Changes of shapes between them show how dims depend on both."""
 
 HIDDEN_STATES_PATH: TensorPath = ()
-"""Stands for the place of the hidden states, which every block gets in its own way."""
+"""Path that stands for the hidden states, whose position among the arguments differs between blocks."""
 
 
 def build_trial_batch(model: nn.Module, batch: int, length: int) -> Batch:
-    """Some tokens: `input_ids`, int64, (batch, length), where the model is."""
+    """Return `input_ids`, int64, (batch, length), on the model's device."""
     vocab = getattr(getattr(model, "config", None), "vocab_size", None) or 2
     ids = torch.arange(batch * length).view(batch, length) % max(1, vocab - 1)
     return {"input_ids": ids.to(next(model.parameters()).device)}
@@ -48,7 +48,7 @@ def build_trial_batch(model: nn.Module, batch: int, length: int) -> Batch:
 
 @contextmanager
 def eval_mode(model: nn.Module) -> Iterator[None]:
-    """Evaluation mode of the model, without gradients, for a while; it takes the mode that it had."""
+    """Context with the model in evaluation mode and without gradients. The previous mode is restored."""
     training = model.training
     model.eval()
     try:
@@ -59,26 +59,26 @@ def eval_mode(model: nn.Module) -> Iterator[None]:
 
 
 def format_exception(error: Exception) -> str:
-    """The type of an error and the first line of its text."""
+    """Return the type of an error and the first line of its message."""
     return f"{type(error).__name__}: {(str(error).strip().splitlines() or [''])[0]}"
 
 
 def clone_tensor_arguments(args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[TensorPath, Tensor]:
-    """Copies of all tensors that a block is given; the hidden states under HIDDEN."""
-    place = find_hidden_states(args, kwargs)
-    given = dict(iter_tensor_paths((args, kwargs)))
-    # The block may get them under several names.
-    copies = {path for path, tensor in given.items() if tensor is given[place] and len(path) == len(place)}
-    rest = {path: tensor.detach().clone() for path, tensor in given.items() if path not in copies}
-    return {HIDDEN_STATES_PATH: given[place].detach().clone(), **rest}
+    """Return copies of all tensor arguments of a block, with the hidden states under `HIDDEN_STATES_PATH`."""
+    hidden = find_hidden_states(args, kwargs)
+    tensors = dict(iter_tensor_paths((args, kwargs)))
+    # The block may receive the hidden states under several names.
+    copies = {path for path, tensor in tensors.items() if tensor is tensors[hidden] and len(path) == len(hidden)}
+    rest = {path: tensor.detach().clone() for path, tensor in tensors.items() if path not in copies}
+    return {HIDDEN_STATES_PATH: tensors[hidden].detach().clone(), **rest}
 
 
 class TrialRun:
-    """A run of a whole model: what happened in it."""
+    """Forward of a full model, with the recorded inputs and outputs of its modules."""
 
     def __init__(self, model: nn.Module, layout: ModelLayout, batch: Batch, options: Mapping[str, Any]) -> None:
         self.block_inputs: list[dict[TensorPath, Tensor]] = []
-        """Of each block, in the order in which they ran."""
+        """Arguments of each block, in execution order."""
         self.output_lengths: dict[str, int | None] = {}
         self.outside_positions: dict[str, set[int]] = {}
         self.outside_outputs: dict[str, Tensor] = {}
@@ -97,9 +97,9 @@ class TrialRun:
             self.logits = self.run()
         self.blocks = tuple(self.output_lengths)
         if len(self.blocks) != len(self.block_inputs) or not self.blocks:
-            raise ModelError(f"its {len(self.blocks)} blocks run {len(self.block_inputs)} times, and not once each.")
+            raise ModelError(f"its {len(self.blocks)} blocks run {len(self.block_inputs)} times instead of once each.")
         for name, _ in find_outside_modules(model, self.blocks):
-            # Of blocks that lie idle, such as those of another modality.
+            # Modules of blocks that did not run, such as those of another modality.
             self.outside_positions.setdefault(name, self._find_idle_block_position(name, layout))
 
     @classmethod
@@ -113,7 +113,7 @@ class TrialRun:
             raise ModelError(f"it fails with input_ids {shape} ({format_exception(error)}).") from error
 
     def _find_idle_block_position(self, module: str, layout: ModelLayout) -> set[int]:
-        """Beside the blocks of its own stack, for a block that did not run."""
+        """Return the position of a block that did not run: after the last block of its stack that ran before it."""
         for stack in layout.stacks:
             index = next((i for i, block in enumerate(stack) if f"{module}.".startswith(f"{block}.")), None)
             ran = [self.blocks.index(block) + 1 for block in stack[:index] if block in self.blocks]
@@ -122,10 +122,10 @@ class TrialRun:
         return set()
 
     def get_boundary_tensor(self, start: int, source: TensorPath | str) -> Tensor:
-        """The tensor that is to cross before a block."""
+        """Return a copy of the tensor that crosses the boundary before a block."""
         tensor = self.outside_outputs.get(source) if isinstance(source, str) else self.block_inputs[start].get(source)
         if tensor is None:
-            raise ModelError("what crosses depends on the batch.")
+            raise ModelError("the tensors that cross a boundary depend on the batch.")
         return tensor.clone()
 
     def _record_outside(self, name: str, module: nn.Module, args: Any, output: Any) -> None:
@@ -141,7 +141,9 @@ class TrialRun:
 
 
 def find_outside_modules(model: nn.Module, blocks: Sequence[str]) -> Iterator[tuple[str, nn.Module]]:
-    """Modules with parameters that are in no block and contain none; what a container holds belongs to who has it."""
+    """Yield modules with parameters that neither are in a block nor contain one.
+
+    A module with parameter lists or dicts is yielded with all that is inside it."""
     inside = tuple(f"{block}." for block in blocks)
     taken: tuple[str, ...] = ()
     for name, module in model.named_modules():
@@ -153,21 +155,19 @@ def find_outside_modules(model: nn.Module, blocks: Sequence[str]) -> Iterator[tu
             yield name, module
 
 
-# -- stages that are given
+# -- user-supplied stages
 
 HiddenShapes = list[tuple[tuple[int, ...], torch.dtype]]
-"""Of hidden states, in each trial run."""
+"""Shape and dtype of the hidden states in each trial run."""
 
 
 def with_inputs_embeds(batch: Batch, hidden: Tensor) -> dict[str, Tensor]:
-    """The batch as a stage that is not the first gets it: with hidden states (B, S, ...) instead of tokens."""
+    """Return the batch with hidden states (B, S, ...) instead of tokens, for all stages but the first."""
     return {name: tensor for name, tensor in batch.items() if name != "input_ids"} | {"inputs_embeds": hidden}
 
 
 def probe_stages(model: nn.Module, mesh: Mesh, options: Mapping[str, Any]) -> StageBoundary:
-    """Run this and all other ranks' stages, one after the other, on a few tokens to find what crosses. Collective,
-    once.
-    """
+    """Run the stages of all ranks in order on a few tokens, and return the boundary of this one. Collective, once."""
     mine, last = mesh.axis_rank("pp"), mesh.degrees.pp - 1
     entering: HiddenShapes = []
     boundary = StageBoundary()
@@ -179,7 +179,7 @@ def probe_stages(model: nn.Module, mesh: Mesh, options: Mapping[str, Any]) -> St
                 leaving = _probe_stage(model, options, entering, is_first=rank == 0, is_last=rank == last)
                 boundary = StageBoundary(_build_boundary_tensors(entering), _build_boundary_tensors(leaving))
             except ModelError as caught:
-                error = ModelError(f"stage {rank} of the pipeline, given with patch_inner_model=false: {caught}")
+                error = ModelError(f"stage {rank} of the pipeline, passed with patch_inner_model=false: {caught}")
         mesh.world.raise_on_all_ranks(error)
         box = [leaving]
         dist.broadcast_object_list(box, group=mesh.group("pp"), group_src=rank)
@@ -216,9 +216,9 @@ def _probe_stage(
         if is_last:
             shape = tuple(logits.shape) if isinstance(logits, Tensor) and logits is not output else ()
             if len(shape) != 3 or shape[:2] != (count, length):
-                raise ModelError(f"the last must return an object with logits (B, S, V), not {described}.")
+                raise ModelError(f"the last stage must return an object with logits (B, S, V), not {described}.")
         elif not (isinstance(output, Tensor) and output.is_floating_point()):
-            raise ModelError(f"it must return hidden states, one tensor of floating point, not {described}.")
+            raise ModelError(f"it must return hidden states, one floating-point tensor, not {described}.")
         else:
             found.append((tuple(output.shape), output.dtype))
     return found
@@ -227,19 +227,19 @@ def _probe_stage(
 # -- models on the meta device
 
 MAX_FULL_NUMEL = 1 << 16
-"""Parameters of at most so many elements are whole."""
+"""Parameters with at most this many elements get full memory."""
 MAX_KERNEL_WIDTH = 16
-"""So are those whose last dim is at most this: convolutions read their weights as if they were contiguous, beyond the
-end of a row."""
+"""Parameters whose last dim is at most this get full memory too, since convolutions read their weights as if they were
+contiguous, beyond the end of a row."""
 
 
 @contextmanager
 def temporary_weights(model: nn.Module, weights: Weights | None, device: torch.device) -> Iterator[None]:
-    """Let a model on the meta device run for a while, in next to no memory; do nothing where it has its own values.
+    """Context in which a model on the meta device can run, with little memory. Does nothing if the model has values.
 
-    A study of a model asks what depends on what, for which nearly all values will do. Each parameter gets a short row
-    of random numbers, seen as if it were whole: element (i, j, ...) is number i + j + ... of the row. Buffers are read
-    from `weights`, since a model may compute positions or masks from them.
+    Trial runs only test which tensors depend on which, so the values of parameters do not matter. Each parameter is a
+    view of a short row of random numbers: element (i, j, ...) is number i + j + ... of the row. Buffers are read from
+    `weights`, since a model may compute positions or masks from them.
     """
     if weights is None or not has_meta_tensors(model):
         yield
@@ -271,7 +271,7 @@ def _swap_tensors(model: nn.Module, others: dict[Tensor, Tensor]) -> None:
 
 
 def _draw_values(tensor: Tensor, generator: torch.Generator, device: torch.device) -> Tensor:
-    """Values of the shape and dtype of a parameter, of such a size that activations keep theirs."""
+    """Return random values with the shape and dtype of a parameter, scaled so that activations keep their scale."""
     is_small = tensor.numel() <= MAX_FULL_NUMEL or tensor.shape[-1] <= MAX_KERNEL_WIDTH
     row = torch.randn(tensor.shape if is_small else (sum(tensor.shape),), generator=generator)
     row = row / tensor.shape[-1] ** 0.5 if tensor.dim() > 1 else 1 + 0.1 * row

@@ -1,1 +1,1 @@
-"""What a rank runs in a step: its order of actions, its stages, and the losses of the last one."""
+"""Execution of a step on one rank: its actions, its stages and the loss of the last stage."""

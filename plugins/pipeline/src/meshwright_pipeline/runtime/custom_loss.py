@@ -1,9 +1,10 @@
-"""A loss of the user's own: found by its name, and made an objective.
+"""Convert a custom loss, the option `loss_fn`, to an objective.
 
 [Note: loss_fn] It is called as `loss_fn(logits, targets)` for each microbatch of the pipeline, with logits (B, S, V),
-float32 or float64, and targets (B, S), int64, where targets[b, s] is the token that logits[b, s] predict, or -100 where
-there is none: the shift by one has happened. It returns the sum over tokens, a scalar with a gradient, which is divided
-by the number of tokens of the step. Like any objective it is tried before the first step, and refused if it is no sum.
+float32 or float64, and targets (B, S), int64. targets[b, s] is the token that logits[b, s] predict, or -100 if there is
+none: the targets are already shifted by one. It returns the sum over tokens, a scalar with a gradient, which is divided
+by the number of tokens of the step. Like any objective, it is probed before the first step, and rejected if it is not a
+sum.
 """
 
 from __future__ import annotations
@@ -18,11 +19,11 @@ from torch import Tensor
 from meshwright.plugin import IGNORE_INDEX, ConfigError, Objective, Outputs, import_class_from_path
 
 _TORCH_LOSS_BASE = torch.nn.MSELoss.__mro__[1]
-"""Of torch's losses; it has no public name."""
+"""Base class of torch's losses, which has no public name."""
 
 
 class LogitsObjective:
-    """The objective that a `loss_fn` stands for."""
+    """Objective that calls a `loss_fn`."""
 
     name, input_kind = "loss_fn", "outputs"
 
@@ -34,15 +35,15 @@ class LogitsObjective:
             masked = float(self._loss(outputs.logits.detach(), torch.full_like(outputs.targets, IGNORE_INDEX)))
             if masked != 0:
                 raise ConfigError(
-                    f"loss_fn gives {masked:g} where all targets are masked with {IGNORE_INDEX}. It must return the "
-                    f"sum over all others."
+                    f"loss_fn returns {masked:g} although all targets are masked with {IGNORE_INDEX}. It must return "
+                    f"the sum over all other targets."
                 )
             self._is_checked = True
         return self._loss(outputs.logits, outputs.targets)
 
 
 def build_loss_objective(value: Any) -> Objective | None:
-    """The objective of `loss_fn`: a callable, a function by its path, or an object of a class by its path."""
+    """Return the objective of `loss_fn`: a callable, or the import path of a function or of a loss class."""
     if value is None:
         return None
     loss: Any = value
@@ -53,5 +54,5 @@ def build_loss_objective(value: Any) -> Objective | None:
         return LogitsObjective(loss)
     except TypeError as error:
         raise ConfigError(
-            f"loss_fn={value!r} cannot be made without arguments: {error}. Name a function, or give a callable."
+            f"loss_fn={value!r} cannot be instantiated without arguments: {error}. Name a function, or pass a callable."
         ) from None

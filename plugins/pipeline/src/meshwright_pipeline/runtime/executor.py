@@ -1,23 +1,23 @@
-"""Run one rank's actions of the schedule, for all microbatches of a step, and note when each starts and ends.
+"""Run one rank's actions of a schedule for all microbatches of a step, and record when they start and end.
 
-Tensors go from rank to rank as soon as they are there, and are waited for where they are used. Their number, shapes and
-dtypes follow from the batch and the model, so ranks agree on nothing first. What two ranks have for each other at one
-moment goes as one batch.
+Ranks send a tensor as soon as it is computed, and wait for a received one where they use it. The number, shapes and
+dtypes of the tensors follow from the batch and the model, so ranks exchange no metadata. Tensors that two ranks have
+for each other at the same time are sent as one batch.
 
-[Note: sends] What is sent must live until it has arrived, and no longer. A backward begins at the edge of the graph
-that has made an output, so the output itself is not kept for it. To each neighbour two exchanges with sends may be on
-their way, one that travels and one behind it: beyond that, a rank waits for the older one. That cannot end in a circle,
-since the orders allow for sends that block; see `order.add_communication`.
+[Note: sends] A sent tensor must live until it has arrived, and no longer. A backward starts at the graph edge that
+produced an output, so the output itself is not kept for it. At most two exchanges with sends may be pending to each
+neighbour; before it adds a third, a rank waits for the oldest. This cannot deadlock, because the orders of actions also
+work with blocking sends; see `actions.add_communication`.
 
-[Note: drain] The last thing that a rank computes in a step is often a backward for which another rank waits, and behind
-it, that rank is idle until all have finished. There the gradient goes out first, and the stage's gradients are reduced
-while others still compute. Elsewhere they are reduced within the last backward of the stage, where the reduction
-overlaps with the rest of it.
+[Note: drain] The last action of a rank in a step is often a backward for which another rank waits. After it, this rank
+would be idle until all ranks have finished. In this case the rank sends the gradient first, and reduces the stage's
+gradients while other ranks still compute. In all other cases the last backward of the stage reduces them, so that the
+reduction overlaps with that backward.
 
-[Note: one clock] Times count from a moment of `time.time`, which the ranks of one node share. An action starts when
-what it waits for has arrived, so that waiting is what lies between actions. On a CPU these are moments of the host. On
-an accelerator they are events in the device's stream, and the device is waited for once before such a step, or the
-moment that they count from would be lost in what it has yet to do. Never run on a GPU yet.
+[Note: one clock] Times are relative to a `time.time` value, which all ranks of a node share. An action starts when its
+inputs have arrived, so the gaps between actions are waiting times. On a CPU, times are taken on the host. On an
+accelerator they are events in the device's stream; the device is synchronized once before such a step, since otherwise
+its pending work would shift the time origin. Not yet run on a GPU.
 """
 
 from __future__ import annotations
@@ -49,8 +49,9 @@ def run_step(
     is_training: bool,
     recorder: PipelineTimelineRecorder,
 ) -> list[Tensor]:
-    """The losses of the microbatches, on the last stage's rank; with `is_training` there is a backward, and times where
-    asked for.
+    """Return the losses of the microbatches, on the rank of the last stage; other ranks return an empty list.
+
+    With `is_training`, run backwards too, and record their times if requested.
     """
     length = orders.microbatches_per_run(len(batches))
     losses: list[Tensor] = []
@@ -67,7 +68,7 @@ def run_step(
 
 @dataclass(frozen=True)
 class _PendingTransfer:
-    """What is on its way. The tensors must live until the works are done."""
+    """Tensors that are being sent or received. They must live until `works` are done."""
 
     works: Sequence[dist.Work]
     tensors: Tensors
@@ -79,10 +80,10 @@ class _PendingTransfer:
 
 
 class _PendingSends:
-    """What is on its way to other ranks; see [Note: sends]."""
+    """Unfinished sends to other ranks; see [Note: sends]."""
 
     MAX_PER_PEER = 2
-    """How many transfers there may be to one rank."""
+    """Maximum number of unfinished transfers to one rank."""
 
     def __init__(self) -> None:
         self._transfers_by_peer: dict[int, deque[_PendingTransfer]] = {}
@@ -90,7 +91,7 @@ class _PendingSends:
     def add(self, peer: int, transfer: _PendingTransfer) -> None:
         transfers = self._transfers_by_peer.setdefault(peer, deque())
         transfers.append(transfer)
-        # Gloo does not report that a send is done before it is waited for, NCCL does.
+        # Gloo does not report that a send is complete until `wait` is called. NCCL does.
         while len(transfers) > self.MAX_PER_PEER or (transfers and all(w.is_completed() for w in transfers[0].works)):
             transfers.popleft().wait()
 
@@ -105,13 +106,13 @@ class _InFlightMicrobatch:
     """A microbatch between its forward and its backward."""
 
     received: Tensors
-    """Of floating point, with gradients after the backward."""
+    """Received floating-point tensors. They have gradients after the backward."""
     output_edges: Sequence[tuple[GradientEdge, torch.dtype] | None]
-    """What has made each output of floating point, and its dtype; None: it has no gradient."""
+    """Graph edge and dtype of each floating-point output; None if it requires no gradient."""
 
 
 class ScheduleRun:
-    """One pass through a schedule; `losses` are the last stage's, by microbatch, scalars without a gradient."""
+    """One run of a schedule; `losses` maps microbatches to losses of the last stage, scalars without a gradient."""
 
     def __init__(
         self, stages: Mapping[int, PipelineStage], mesh: Mesh, *, is_training: bool, recorder: PipelineTimelineRecorder
@@ -121,7 +122,7 @@ class ScheduleRun:
         self._batches: Sequence[Batch] = ()
         self._sends = _PendingSends()
         self._pending_receives: dict[Action, _PendingTransfer] = {}
-        # What crosses a boundary within this rank, or has been computed and is yet to be sent.
+        # Tensors that cross a boundary within this rank, or that are computed but not sent yet.
         self._outputs: dict[tuple[int, int], Tensors] = {}
         self._gradients: dict[tuple[int, int], Tensors] = {}
         self._in_flight: dict[tuple[int, int], _InFlightMicrobatch] = {}
@@ -129,13 +130,14 @@ class ScheduleRun:
         self.losses: dict[int, Tensor] = {}
 
     def __call__(self, order: Sequence[Action | P2PBatch], batches: Sequence[Batch], *, is_last: bool) -> None:
-        """Run this rank's order and wait until what it sends has arrived; `is_last`: no other run adds to the
-        gradients.
+        """Run this rank's actions and wait until its sends have arrived.
+
+        `is_last`: no later run adds to the gradients of this step.
         """
         self._batches = batches
         backwards = [each for each in order if isinstance(each, Action) and each.kind is not ActionKind.FORWARD]
         last = {action.stage: action for action in backwards} if is_last else {}
-        # See [Note: drain]: nothing is computed behind an exchange that is the last of all.
+        # See [Note: drain]: if the order ends with an exchange, the rank computes nothing after it.
         late: PipelineStage | None = None
         if last and isinstance(order[-1], P2PBatch) and self._stages[backwards[-1].stage].can_defer_reduction:
             late = self._stages[last.pop(backwards[-1].stage).stage]
@@ -181,19 +183,19 @@ class ScheduleRun:
             self._recorder.start_action()
             stage.backward_weight(self._weight_backwards.pop(key), is_last=is_last)
             return
-        flying = self._in_flight.pop(key)
-        # The derivative of the loss by itself, or what the next stage has sent.
+        in_flight = self._in_flight.pop(key)
+        # The derivative of the loss with respect to itself, or the gradients from the next stage.
         gradients = (
             (torch.ones((), device=self._device),) if stage.is_last else self._receive(ActionKind.RECV_B, action)
         )
         self._recorder.start_action()
 
         def work() -> None:
-            # Boundaries have one dtype, whatever the stage computes in. Where all that came before is frozen there is
-            # nothing to do.
+            # Gradients arrive in the dtype of the boundary, which may differ from the stage's. If all earlier
+            # parameters are frozen, there is nothing to do.
             pairs = [
                 (output[0], given.to(output[1]))
-                for output, given in zip(flying.output_edges, gradients, strict=True)
+                for output, given in zip(in_flight.output_edges, gradients, strict=True)
                 if output is not None
             ]
             if pairs:
@@ -204,18 +206,18 @@ class ScheduleRun:
         else:
             self._weight_backwards[key] = stage.backward_input(work)
         if not stage.is_first:
-            received = flying.received
+            received = in_flight.received
             self._gradients[key] = tuple(t.grad if t.grad is not None else torch.zeros_like(t) for t in received)
 
     # -- communication
 
     def _receive(self, kind: ActionKind, action: Action) -> Tensors:
-        """What a neighbouring stage has computed for an action: from another rank, or from this one."""
+        """Return the tensors that a neighbouring stage computed for an action, on another rank or on this one."""
         key = Action(kind, action.stage, action.microbatch)
         if key in self._pending_receives:
             return self._pending_receives.pop(key).wait()
         if kind is ActionKind.RECV_F:
-            # Tensors of its own, so that each stage has its own graph.
+            # New tensors, so that each stage has its own graph.
             return tuple(tensor.detach() for tensor in self._outputs.pop((action.stage - 1, action.microbatch)))
         return self._gradients.pop((action.stage + 1, action.microbatch))
 
@@ -234,18 +236,18 @@ class ScheduleRun:
             for t in tensors[action]
         ]
         works = dist.batch_isend_irecv(operations)
-        # NCCL has one work for the whole batch, gloo one for each operation.
+        # NCCL returns one work for the batch, gloo one for each operation.
         each = iter(works if len(works) == len(operations) else works * len(operations))
-        under_way = {action: _PendingTransfer([next(each) for _ in mine], mine) for action, mine in tensors.items()}
-        sent = [transfer for action, transfer in under_way.items() if _is_send(action)]
-        self._pending_receives |= {action: transfer for action, transfer in under_way.items() if not _is_send(action)}
+        pending = {action: _PendingTransfer([next(each) for _ in mine], mine) for action, mine in tensors.items()}
+        sent = [transfer for action, transfer in pending.items() if _is_send(action)]
+        self._pending_receives |= {action: transfer for action, transfer in pending.items() if not _is_send(action)}
         if sent:
             works, leaving = [w for t in sent for w in t.works], [t for transfer in sent for t in transfer.tensors]
             self._sends.add(exchange.peer, _PendingTransfer(works, tuple(leaving)))
 
     def _take_outgoing(self, action: Action) -> Tensors:
-        made = self._outputs if action.kind is ActionKind.SEND_F else self._gradients
-        tensors = made.pop((action.stage, action.microbatch))
+        outgoing = self._outputs if action.kind is ActionKind.SEND_F else self._gradients
+        tensors = outgoing.pop((action.stage, action.microbatch))
         return tuple(
             t.to(dtype).contiguous() for t, (_, dtype) in zip(tensors, self._tensor_specs(action), strict=True)
         )
@@ -270,13 +272,13 @@ def _select_floating_point(tensors: Sequence[Tensor]) -> Tensors:
     return tuple(tensor for tensor in tensors if tensor.is_floating_point())
 
 
-# -- times of actions, in steps that are asked for
+# -- times of actions, in requested steps
 
 
 class PipelineTimelineRecorder:
-    """Records when actions of a step start and end, where it is asked to: see [Note: one clock].
+    """Record when the actions of a step start and end, if requested; see [Note: one clock].
 
-    See also `meshwright_run.journal.TimelineRecorder`.
+    Implements `meshwright_run.run_logs.SupportsTimeline`.
     """
 
     def __init__(self, device: torch.device, pp_rank: int) -> None:
@@ -285,13 +287,13 @@ class PipelineTimelineRecorder:
         self._spans: list[tuple[Action, int, Any, Any]] = []
         self.planned_timeline: dict[str, Any] = {}
         self.first_microbatch = 0
-        """The microbatch of the step that is microbatch 0 of the present run of the schedule."""
+        """Index in the step of the first microbatch of the current run of the schedule."""
 
     def record_next(self) -> None:
         self._is_requested = True
 
     def begin_step(self, orders: RankSchedule, *, microbatches_per_run: int, num_runs: int) -> None:
-        """Begin a step of so many runs of `microbatches_per_run` microbatches."""
+        """Begin a step of `num_runs` runs of the schedule, with `microbatches_per_run` microbatches each."""
         self._is_recording, self._is_requested, self._spans = self._is_requested, False, []
         if not self._is_recording:
             return
@@ -310,7 +312,7 @@ class PipelineTimelineRecorder:
             self._spans.append((action, self.first_microbatch + action.microbatch, self._start, self._now()))
 
     def pop_timeline(self) -> dict[str, Any] | None:
-        """Return kind, stage, microbatch, start and end [s] of each action of the step; waits for the device."""
+        """Return kind, stage, microbatch, start and end [s] of each action of the step; wait for the device."""
         if not self._is_recording:
             return None
         self._is_recording = False

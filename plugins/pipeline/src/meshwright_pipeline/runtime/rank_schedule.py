@@ -1,5 +1,6 @@
-"""This rank's actions for the microbatches of a step, and these microbatches: cut into smaller ones, as many on all
-ranks. What is trained on is not changed, and no token is dropped.
+"""Actions of this rank in a step, and its pipeline microbatches.
+
+Micro-batches are split into smaller ones and padded to an equal number on all ranks. No token is dropped.
 """
 
 from __future__ import annotations
@@ -17,12 +18,12 @@ from ..schedule.actions import Action, ActionKind, P2PBatch, Schedule, add_commu
 
 
 class RankSchedule:
-    """The schedule that the options ask for, seen from one rank; each number of microbatches is worked out once."""
+    """Schedule of the options for one rank. Actions are cached by number of microbatches."""
 
     def __init__(self, config: PipelineConfig, *, num_stages: int, pp_size: int, pp_rank: int) -> None:
         self._config, self._num_stages, self._pp_size, self._pp_rank = config, num_stages, pp_size, pp_rank
         self._actions_cache: dict[tuple[int, bool], tuple[Action | P2PBatch, ...]] = {}
-        # What does not depend on the number of microbatches, with some number that the schedule takes.
+        # These values do not depend on the number of microbatches, so any number that the schedule supports will do.
         sequences = config.sequences_per_run or config.pp_microbatch_size
         schedule = self.build_schedule(compute_num_microbatches(config, num_sequences=sequences))
         self.placement = schedule.placement
@@ -30,12 +31,14 @@ class RankSchedule:
         self.splits_backward = schedule.splits_backward
 
     def microbatches_per_run(self, num_microbatches: int) -> int:
-        """Microbatches of one run of the schedule, where a step has so many of `pp_microbatch_size` sequences."""
+        """Return the number of microbatches of one run of the schedule, for a step of `num_microbatches`."""
         return compute_num_microbatches(self._config, num_sequences=num_microbatches * self._config.pp_microbatch_size)
 
     def actions(self, num_microbatches: int, *, is_training: bool) -> tuple[Action | P2PBatch, ...]:
-        """What this rank does in one run of so many, with its exchanges, in order; without `is_training`, forwards
-        alone."""
+        """Return this rank's actions and exchanges in a run of `num_microbatches`, in order.
+
+        Without `is_training`, forwards only.
+        """
         if (num_microbatches, is_training) not in self._actions_cache:
             schedule = self.build_schedule(num_microbatches)
             if not is_training:
@@ -53,22 +56,22 @@ class RankSchedule:
 
 
 class PaddingMicrobatch(dict[str, Tensor]):
-    """A microbatch that fills up a run of the schedule, and counts for nothing: all its labels are masked."""
+    """Microbatch that pads a run of the schedule. All its labels are masked, so it has no loss."""
 
 
 def check_batch_sizes(microbatches: Sequence[Batch], config: PipelineConfig) -> None:
-    """Refuse microbatches of this rank that do not divide as the options say; no collective."""
+    """Raise BatchError if this rank's microbatches cannot be split as the options require; no collective."""
     size = config.pp_microbatch_size
     for batch in microbatches:
         count, length = batch["input_ids"].shape
         if count % size:
             raise BatchError(
                 f"a microbatch of {count} sequences does not divide into pipeline microbatches of "
-                f"pp_microbatch_size={size}. Use a multiple of it, or another pp_microbatch_size."
+                f"pp_microbatch_size={size}. Use a multiple of it, or change pp_microbatch_size."
             )
         if config.pp_seq_len not in (None, length):
             raise BatchError(
-                f"sequences of {length} tokens, but pp_seq_len={config.pp_seq_len}. Make them equal, or leave "
+                f"sequences have {length} tokens, but pp_seq_len={config.pp_seq_len}. Make them equal, or leave "
                 f"pp_seq_len out."
             )
     try:
@@ -78,7 +81,7 @@ def check_batch_sizes(microbatches: Sequence[Batch], config: PipelineConfig) -> 
 
 
 def split_batch(batch: Batch, size: int) -> list[Batch]:
-    """Pieces of `size` sequences; tensors that do not have one row for each sequence go whole into each."""
+    """Split a batch into microbatches of `size` sequences. Tensors without one row per sequence are not split."""
     count = batch["input_ids"].shape[0]
     return [
         {
@@ -90,7 +93,7 @@ def split_batch(batch: Batch, size: int) -> list[Batch]:
 
 
 def pad_microbatches(microbatches: Sequence[Batch], count: int) -> list[Batch]:
-    """The pieces, and idle ones behind them up to `count`."""
+    """Append padding microbatches up to `count`."""
     idle = PaddingMicrobatch(microbatches[0], labels=torch.full_like(microbatches[0]["labels"], IGNORE_INDEX))
     return [*microbatches, *[idle] * (count - len(microbatches))]
 

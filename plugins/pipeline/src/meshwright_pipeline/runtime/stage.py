@@ -1,14 +1,14 @@
-"""A stage that trains: a part of a model under a manager of the inner strategy; and a budget of activations.
+"""A pipeline stage: part of a model under a manager of the inner strategy. Also the activation budget of all stages.
 
-[Note: what is received] Who replaces forwards, and in which order, is said in `meshwright.model.forward_order`. After
-all of them the first block gets a hook before all others, by which it takes what was received: sharding sees that as
-the block's own input.
+[Note: input hook] `meshwright.step.forward_order` lists all wrappers of forwards and their order. After them, the first
+block of a stage gets a forward pre-hook that runs before all others and inserts the received tensors. Sharding then
+treats these as the block's own input.
 
-[Note: sums that cross] Of a microbatch the router loss takes how often each expert is chosen, their summed
-probabilities and the number of tokens, over all layers. Each stage adds those of its layers to what the stage before
-has sent, and sends them on beside the hidden states; the last computes the loss, and the gradient of the sums comes
-back to every stage with that of the hidden states. A microbatch is one of the pipeline's, of pp_microbatch_size
-sequences: the step adds the mean over them.
+[Note: router sums] The router loss of a microbatch needs, over all layers, the number of tokens per expert, the summed
+probabilities per expert, and the number of tokens. Each stage adds the sums of its layers to those of the previous
+stage and sends them on with the hidden states. The last stage computes the loss. The gradient of the sums returns to
+every stage with the gradient of the hidden states. The loss is computed for each microbatch of pp_microbatch_size
+sequences; a step adds the mean over these.
 """
 
 from __future__ import annotations
@@ -51,19 +51,19 @@ from ..schedule.actions import Action, ActionKind
 from .rank_schedule import PaddingMicrobatch, RankSchedule
 
 Tensors = tuple[Tensor, ...]
-"""What crosses a boundary for one microbatch; gradients, of those of floating point."""
+"""Tensors that cross a boundary for one microbatch, or the gradients of the floating-point ones."""
 TensorSpecs = Sequence[tuple[tuple[int, ...], torch.dtype]]
-"""Shape and dtype of each of them."""
+"""Shape and dtype of each tensor."""
 
 
 @dataclass(frozen=True)
 class StageRouters:
-    """The routers of the whole model and their loss, whose sums cross; see [Note: sums that cross]."""
+    """Routers of the full model and their loss; see [Note: router sums]."""
 
     loss: RouterLoss
     routers: RouterModules
     dtype: torch.dtype
-    """Of the sums."""
+    """Dtype of the sums."""
 
     @property
     def sums_spec(self) -> tuple[tuple[int, ...], torch.dtype]:
@@ -72,10 +72,10 @@ class StageRouters:
 
 
 class PipelineStage:
-    """One stage on this rank, with a manager of the inner strategy that has no model yet.
+    """One stage on this rank.
 
-    The first takes tokens, not hidden states, and the last computes the loss. `dtype` is that of what crosses
-    boundaries, where it is of floating point; None: its own.
+    The first stage takes tokens instead of hidden states; the last computes the loss. `manager` is a manager of the
+    inner strategy that has no model yet. Floating-point tensors cross boundaries in `dtype`, or, if None, in their own.
     """
 
     def __init__(
@@ -99,12 +99,13 @@ class PipelineStage:
 
     @property
     def can_defer_reduction(self) -> bool:
-        """Whether a last backward would wait for its reductions, and may be run as others are, with `reduce` later."""
+        """Whether the last backward may run without reductions, with `reduce_gradients` called later."""
         return self.manager.can_defer_reduction
 
     def parallelize(self, model: nn.Module, cut: ModelPartition, blocks: range, weights: Weights | None) -> None:
-        """Shard what `reduce_to_stage` has left of the model for this stage, which has these blocks of the whole one;
-        see [Note: what is received]. `weights` are of the whole model; None: it has its own."""
+        """Shard a model that `reduce_to_stage` reduced to this stage; see [Note: input hook].
+
+        `blocks` are the stage's blocks. `weights` are those of the full model; None if `model` has its weights."""
         for block in blocks if self._splits_backward else ():
             self._weight_gradients.attach(model.get_submodule(cut.blocks[block]))
         self.manager.parallelize_stage(model, weights)
@@ -114,21 +115,21 @@ class PipelineStage:
             self._router_logits = self._routers.routers.register_hooks(model)
 
     def begin_step(self, num_tokens: Tensor, *, microbatches: int) -> None:
-        """Take the unmasked targets of the global batch, an int64 scalar, and the microbatches without idle ones."""
+        """Set the number of unmasked targets in the global batch, an int64 scalar, and of microbatches, not padded."""
         self._num_tokens, self._microbatches = num_tokens, microbatches
 
     def set_objective(self, tally: ObjectiveAccumulator | None) -> None:
-        """Take an objective instead of the token loss."""
+        """Set the accumulator of an objective, which replaces the token loss; None restores the token loss."""
         self._accumulator = tally
         self._padding_accumulator = (
             None if tally is None else _PaddingAccumulator(tally.objective, (), self.manager.mesh.device)
         )
 
     def forward(self, batch: Batch, received: Tensors) -> Tensors:
-        """What leaves the stage, or of the last one the microbatch's share of the loss, a scalar.
+        """Return the outputs of the stage; the last stage returns the microbatch's share of the loss, a scalar.
 
-        `batch` has int64 tensors of (B, S) on this rank's device; `received` is what crosses the boundary before the
-        stage, of the kinds of `entering`. Where there is a router loss, its sums are the last of what crosses.
+        `batch` has int64 tensors (B, S) on this rank's device. `received` are the tensors from the previous stage, as
+        in `input_specs`. With a router loss, its sums are the last of the tensors that cross.
         """
         routers = self._routers
         if routers is None:
@@ -164,7 +165,7 @@ class PipelineStage:
         return batch
 
     def probe(self, batch: Batch, *, takes_loss: bool) -> None:
-        """See `Forward.probe`."""
+        """See `ForwardRunner.probe`."""
         takes_loss = self.is_last and takes_loss
         with self._with_random_inputs():
             self.manager.forward_runner.probe(
@@ -172,12 +173,12 @@ class PipelineStage:
             )
 
     def probe_objective(self, batch: Batch, given: BoundObjective) -> tuple[str, ...]:
-        """See `Forward.probe_objective`; of the last stage."""
+        """See `ForwardRunner.probe_objective`. Only for the last stage."""
         with self._with_random_inputs():
             return self.manager.forward_runner.probe_objective(batch, given, complete_batch=self._complete_inputs)
 
     def dry_run(self, batch: Batch) -> None:
-        """See `Forward.rehearse`."""
+        """See `ForwardRunner.dry_run`."""
         with self._with_random_inputs():
             self.manager.forward_runner.dry_run(batch, self._complete_inputs)
 
@@ -186,11 +187,11 @@ class PipelineStage:
 
     @contextmanager
     def _with_random_inputs(self) -> Iterator[None]:
-        """Forwards of the module begin the boundary, with random hidden states, which are as good as any."""
+        """Let forwards of the module receive random hidden states within the context."""
 
         def receive(module: nn.Module, args: Any, kwargs: Any) -> None:
             device = kwargs["input_ids"].device
-            # Indices among them must be valid.
+            # Integer tensors may be indices, which must be valid: zeros are.
             received = [
                 (torch.randn if dtype.is_floating_point else torch.zeros)(shape, dtype=dtype, device=device)
                 for shape, dtype in self._tensor_specs(self._boundary.inputs, kwargs)
@@ -205,14 +206,15 @@ class PipelineStage:
             self._boundary.end_forward()
 
     def backward(self, run_backward: Callable[[], object], *, is_last: bool) -> None:
-        """Run `run_backward`, a whole backward; if it `is_last`, the stage's gradients are reduced in it."""
+        """Run `run_backward`, a full backward. If `is_last`, it also reduces the stage's gradients."""
         with self.manager.microbatch_context(is_last=is_last):
             run_backward()
         self.manager.after_backward(is_last=is_last)
 
     def backward_input(self, run_backward: Callable[[], object]) -> Callable[[], None]:
-        """Run `run_backward`, a backward, without the weights of linear layers in blocks, and return what is left of
-        it."""
+        """Run `run_backward` without the weight gradients of linear layers in blocks.
+
+        Return a function that computes these."""
         with self.manager.input_backward_context(), self._weight_gradients.collecting() as rest:
             run_backward()
         self.manager.after_backward(is_last=False)
@@ -224,7 +226,7 @@ class PipelineStage:
         return finish
 
     def backward_weight(self, run_weight_backward: Callable[[], object], *, is_last: bool) -> None:
-        """Run the rest of a backward; if it `is_last`, the stage's gradients are reduced after it."""
+        """Run the deferred part of a backward. If `is_last`, reduce the stage's gradients afterwards."""
         with self.manager.microbatch_context(is_last=False):
             run_weight_backward()
         if is_last:
@@ -234,14 +236,15 @@ class PipelineStage:
             self.manager.after_weight_backward()
 
     def reduce_gradients(self) -> None:
-        """Reduce the stage's gradients over its ranks, when all are there that no last backward has reduced."""
+        """Reduce the stage's gradients over its ranks, after backwards that all ran with `is_last=False`."""
         self.manager.reduce_gradients()
 
     def input_specs(self, batch: Batch) -> TensorSpecs:
-        """Of what crosses the boundary before the stage; floating point in the dtype that is set for crossings."""
+        """Return shape and dtype of each tensor from the previous stage."""
         return [*self._tensor_specs(self._boundary.inputs, batch), *self._router_sum_specs]
 
     def output_specs(self, batch: Batch) -> TensorSpecs:
+        """Return shape and dtype of each tensor for the next stage."""
         return [*self._tensor_specs(self._boundary.outputs, batch), *self._router_sum_specs]
 
     @property
@@ -256,14 +259,14 @@ class PipelineStage:
 
 
 class _PaddingAccumulator(ObjectiveAccumulator):
-    """An objective where what fills up a step is seen, which counts for nothing."""
+    """Accumulator for padding microbatches, which contribute zero."""
 
     def __call__(self, seen: Tokens | Outputs, columns: Mapping[str, Tensor]) -> Tensor:
         return seen.zero_with_grad()
 
 
 class UserStage(PipelineStage):
-    """A stage that the user has made; see [Note: given stages] in `trial_runs`."""
+    """Stage that the user supplies; see [Note: user stages] in `partition.trial_runs`."""
 
     def parallelize_user_stage(self, model: nn.Module, weights: Weights | None) -> None:
         if self._splits_backward:
@@ -275,7 +278,7 @@ class UserStage(PipelineStage):
         yield
 
     def _complete_inputs(self, divided: Batch) -> Batch:
-        """With random hidden states, where the module takes them."""
+        """Add random hidden states, if this is not the first stage."""
         kinds, device = self._tensor_specs(self._boundary.inputs, divided), divided["input_ids"].device
         return self._build_inputs(
             divided, tuple(torch.randn(shape, dtype=dtype, device=device) for shape, dtype in kinds)
@@ -285,23 +288,23 @@ class UserStage(PipelineStage):
         return batch if self.is_first else with_inputs_embeds(batch, received[0])
 
 
-# -- a budget of activations, by how many microbatches of each stage are in flight
+# -- activation budget, by the number of microbatches in flight per stage
 
 
 def check_activation_budget(stages: Mapping[int, PipelineStage], orders: RankSchedule, schedule: str | None) -> None:
-    """Refuse a budget that would not be kept; on all ranks alike."""
+    """Raise ConfigError, on all ranks, if the schedule cannot respect an activation budget."""
     if orders.splits_backward and _find_budgeted_blocks(stages):
         raise ConfigError(
-            f"pp_schedule={schedule} holds what the gradients of weights need beyond a backward, which "
-            f"activation_checkpointing does not count into budget_gb. Use a schedule with whole backwards, such as "
-            f"1f1b or interleaved1f1b, or set activation_checkpointing to full or selective."
+            f"pp_schedule={schedule} defers weight gradients and keeps their activations after a backward, which "
+            f"budget_gb of activation_checkpointing does not account for. Use a schedule that does not split "
+            f"backwards, such as 1f1b or interleaved1f1b, or set activation_checkpointing to full or selective."
         )
 
 
 def choose_activations(
     stages: Mapping[int, PipelineStage], orders: RankSchedule, pieces: Sequence[Batch], world: World
 ) -> None:
-    """Where there is a budget: choose what the blocks hold, by the first step's microbatches. Collective, once."""
+    """Choose which activations the blocks save under a budget, by the first step's microbatches. Collective, once."""
     budgeted = _find_budgeted_blocks(stages)
     if not budgeted:
         return
@@ -319,15 +322,15 @@ def _find_budgeted_blocks(stages: Mapping[int, PipelineStage]) -> list[BudgetedB
 
 
 def _find_peak_moments(actions: Sequence[Action], stages: Sequence[int]) -> list[BackwardStart]:
-    """The moments at which a rank that computes these actions on these stages may hold most."""
-    flying: Counter[int] = Counter()
+    """Return the backward starts at which activation memory may be highest, for these actions on these stages."""
+    in_flight: Counter[int] = Counter()
     moments: dict[BackwardStart, None] = {}
     for action in actions:
         if action.kind is ActionKind.FORWARD:
-            flying[action.stage] += 1
+            in_flight[action.stage] += 1
         elif action.kind is ActionKind.BACKWARD:
-            moments[BackwardStart(tuple(flying[stage] for stage in stages), stages.index(action.stage))] = None
-            flying[action.stage] -= 1
+            moments[BackwardStart(tuple(in_flight[stage] for stage in stages), stages.index(action.stage))] = None
+            in_flight[action.stage] -= 1
     return [each for each in moments if not any(_dominates(other, each) for other in moments if other != each)]
 
 

@@ -1,1 +1,1 @@
-"""Schedules: what an order is and when its actions run (`order`), the built-in ones and those of files (`rules`)."""
+"""Schedules: actions and when they run (`actions`), built-in schedules and those read from files (`specs`)."""

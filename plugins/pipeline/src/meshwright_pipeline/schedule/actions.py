@@ -1,12 +1,12 @@
-"""Orders of actions: what a schedule holds, when its actions run, and what ranks send to each other. No torch.
+"""Actions of a schedule, when they run, and what ranks send to each other. Imports no torch.
 
-Times are those of a model in which communication takes none; nothing is measured.
+Times assume that communication takes no time; nothing is measured.
 
-[Note: vocabulary] A *stage* is a run of consecutive blocks, a *rank* holds one or more stages, its *chunks*: chunk 0 is
-the first of them in the model. A *looped* placement deals the stages out in turn (rank = stage % ranks); a *V* gives
+[Note: vocabulary] A *stage* is a sequence of consecutive blocks. A *rank* holds one or more stages, its *chunks*; chunk
+0 is the first of them in the model. A *looped* placement assigns the stages in turn (rank = stage % ranks). A *V* gives
 rank r the stages r and 2 * ranks - 1 - r, so that both ends of the model are on rank 0. The backward of a stage is one
-action (B), or two: the gradient of its input (I), for which the stage before waits, and that of its weights (W), for
-which nothing waits and which can fill a bubble.
+action (B) or two: the gradient of its input (I), for which the previous stage waits, and that of its weights (W), for
+which no stage waits and which can fill a bubble.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from meshwright.plugin import ConfigError
 
 
 class ActionKind(StrEnum):
-    """What an action does, by the letters that torch prints."""
+    """Kind of an action, with the letters that torch prints."""
 
     FORWARD = "F"
     BACKWARD = "B"
@@ -37,15 +37,15 @@ COMPUTE_KINDS = (ActionKind.FORWARD, ActionKind.BACKWARD, ActionKind.BACKWARD_IN
 UNIT_COSTS: Mapping[ActionKind, float] = MappingProxyType(
     {ActionKind.FORWARD: 1.0, ActionKind.BACKWARD: 2.0, ActionKind.BACKWARD_INPUT: 1.0, ActionKind.BACKWARD_WEIGHT: 1.0}
 )
-"""Time of an action on one stage, in forwards. The papers' assumption."""
+"""Time of an action on one stage, in forwards, as the papers assume."""
 
 
 @dataclass(frozen=True, slots=True)
 class Action:
-    """Something that the rank of `stage` does for one microbatch.
+    """Action of the rank of `stage` for one microbatch.
 
-    A send or receive is named after the stage whose rank executes it: `1SEND_F0` gives stage 2 what `2RECV_F0` takes,
-    and `2SEND_B0` gives stage 1 what `1RECV_B0` takes.
+    A send or receive is named after the stage whose rank executes it: `1SEND_F0` sends to stage 2, where `2RECV_F0`
+    receives, and `2SEND_B0` sends to stage 1, where `1RECV_B0` receives.
     """
 
     kind: ActionKind
@@ -63,17 +63,17 @@ class Action:
 
 @dataclass(frozen=True, slots=True)
 class P2PBatch:
-    """All that two ranks pass to each other at one moment: one batch of sends and receives on each of them."""
+    """All transfers between two ranks at one time, as one batch of sends and receives on each rank."""
 
     peer: int
     """The other rank."""
     transfers: tuple[Action, ...]
-    """As this rank does them, in the same order on both."""
+    """Sends and receives of this rank, in the same order as on the peer."""
 
 
 @dataclass(frozen=True)
 class Schedule:
-    """What each rank computes, in order."""
+    """Compute actions of each rank, in order."""
 
     name: str
     num_ranks: int
@@ -82,33 +82,34 @@ class Schedule:
     placement: tuple[int, ...]
     """The rank of each stage."""
     actions_by_rank: tuple[tuple[Action, ...], ...]
-    """For each rank, its computing actions."""
+    """For each rank, its compute actions."""
 
     def stages_on_rank(self, rank: int) -> tuple[int, ...]:
-        """A rank's stages, ascending."""
+        """Return the stages of a rank, ascending."""
         return tuple(stage for stage, owner in enumerate(self.placement) if owner == rank)
 
     @property
     def splits_backward(self) -> bool:
-        """Whether backwards come in two parts, the gradients of weights last."""
+        """Whether backwards are split into input and weight gradients."""
         return any(action.kind is ActionKind.BACKWARD_INPUT for order in self.actions_by_rank for action in order)
 
 
 Timeline = tuple[tuple[tuple[Action, float, float], ...], ...]
 """For each rank, its actions with their start and end."""
 _CompletedAction = tuple[ActionKind, int, int]
-"""Something that is done: F, I (which a whole B counts as) or W, of a stage, for a microbatch."""
+"""Kind (F, I or W), stage and microbatch of a completed action. A full backward (B) counts as I."""
 
 
 def check_actions(schedule: Schedule, describe_position: Callable[[int, int], str]) -> None:
-    """Check that each stage computes each microbatch once, forward and backward; `describe_position` names an action in
-    errors."""
+    """Check that each stage computes each microbatch once, forward and backward.
+
+    `describe_position` describes an action, by rank and index, in errors."""
     seen: dict[_CompletedAction, str] = {}
     for rank, order in enumerate(schedule.actions_by_rank):
         for index, action in enumerate(order):
             where = f"{describe_position(rank, index)} ({action})"
             _check_action(schedule, action, rank, where)
-            # A whole backward stands for both of its parts.
+            # A backward that is not split counts as both of its parts.
             parts = (
                 [ActionKind.BACKWARD_INPUT, ActionKind.BACKWARD_WEIGHT]
                 if action.kind is ActionKind.BACKWARD
@@ -117,7 +118,7 @@ def check_actions(schedule: Schedule, describe_position: Callable[[int, int], st
             for key in [(part, action.stage, action.microbatch) for part in parts]:
                 if key in seen:
                     raise _schedule_error(
-                        schedule, where, f"this was computed already by {seen[key]}. Leave one of them out"
+                        schedule, where, f"this is already computed by {seen[key]}. Remove one of them"
                     )
                 seen[key] = where
     for stage in range(schedule.num_stages):
@@ -131,21 +132,21 @@ def check_actions(schedule: Schedule, describe_position: Callable[[int, int], st
                 raise _schedule_error(
                     schedule,
                     f"rank {schedule.placement[stage]}",
-                    f"{' and '.join(missing)} missing. Each stage needs F and B, or F, I and W, of each microbatch",
+                    f"{' and '.join(missing)} missing. Each stage needs F and B, or F, I and W, for each microbatch",
                 )
 
 
 def _check_action(schedule: Schedule, action: Action, rank: int, where: str) -> None:
     if action.kind not in COMPUTE_KINDS:
         raise _schedule_error(
-            schedule, where, "a schedule holds computing actions only (F, B, I, W); transfers are derived"
+            schedule, where, "a schedule has only compute actions (F, B, I, W); transfers are derived from them"
         )
     for what, value, limit in (
         ("stage", action.stage, schedule.num_stages),
         ("microbatch", action.microbatch, schedule.num_microbatches),
     ):
         if not 0 <= value < limit:
-            raise _schedule_error(schedule, where, f"{what} {value} is not among the {limit} {what}s, 0 to {limit - 1}")
+            raise _schedule_error(schedule, where, f"{what} {value} is not one of {limit} {what}s, 0 to {limit - 1}")
     owner = schedule.placement[action.stage]
     if owner != rank:
         raise _schedule_error(schedule, where, f"stage {action.stage} is on rank {owner}; it cannot be on two")
@@ -168,10 +169,12 @@ def _find_dependencies(action: Action, num_stages: int) -> list[_CompletedAction
 def compute_timeline(
     schedule: Schedule, costs: Mapping[ActionKind, float] = UNIT_COSTS, *, stage_costs: Sequence[float] | None = None
 ) -> Timeline:
-    """When each action starts and ends, if each starts as soon as it can and communication takes no time.
+    """Return start and end of each action, if each starts as early as possible and communication takes no time.
 
-    `costs` are of each kind of action, in the unit of the result; `stage_costs` are factors for each stage. A schedule
-    in which an action waits for one that can never come before it is refused.
+    `costs` are the times of each kind of action, in the unit of the result; `stage_costs` are factors for each stage.
+
+    Raises:
+        ConfigError: the schedule deadlocks.
     """
     factors = stage_costs or [1.0] * schedule.num_stages
     ends: dict[_CompletedAction, float] = {}
@@ -202,20 +205,20 @@ def compute_timeline(
     ]
     if stuck:
         raise ConfigError(
-            f"{schedule.name} cannot finish: {'; '.join(stuck)}. Put each action behind those that it needs."
+            f"{schedule.name} cannot finish: {'; '.join(stuck)}. Put each action after those that it depends on."
         )
     return tuple(tuple(times) for times in done)
 
 
 def bubble_fraction(schedule: Schedule, *, stage_costs: Sequence[float] | None = None) -> float:
-    """The share of all ranks' time, from the first start to the last end, in which they wait: from 0 to 1."""
+    """Return the fraction of all ranks' time, from the first start to the last end, spent waiting; from 0 to 1."""
     times = compute_timeline(schedule, stage_costs=stage_costs)
     busy = sum(end - start for rank in times for _, start, end in rank)
     return 1 - busy / (schedule.num_ranks * max(rank[-1][2] for rank in times if rank))
 
 
 def count_peak_live_microbatches(schedule: Schedule) -> tuple[int, ...]:
-    """For each rank, the most (stage, microbatch) at once between the end of a forward and the whole backward."""
+    """Return for each rank the peak number of pairs (stage, microbatch) between forward and complete backward."""
     peaks = []
     for order in schedule.actions_by_rank:
         live = peak = 0
@@ -227,13 +230,12 @@ def count_peak_live_microbatches(schedule: Schedule) -> tuple[int, ...]:
 
 
 def add_communication(schedule: Schedule) -> tuple[tuple[Action | P2PBatch, ...], ...]:
-    """Each rank's order with its sends and receives.
+    """Return each rank's actions with the sends and receives inserted.
 
-    All ranks are followed through time together, and what an action made for a stage on another rank is sent and
-    received at that moment, on both sides; in one exchange with what else the two ranks have for each other then. So
-    the orders are projections of one sequence in which each exchange is a single event: no rank can wait for another
-    in a circle, not even if sends block, and two ranks name their transfers in the same order, as NCCL wants. Nothing
-    in an exchange waits for the rest of it, since computing takes time.
+    The timelines of all ranks are merged. At the time at which an action ends, its result is sent and received, on both
+    ranks. All transfers of two ranks at the same time form one exchange. The orders are thus projections of a single
+    sequence of events, so they cannot deadlock, even if sends block, and both ranks list their transfers in the same
+    order, as NCCL requires. No transfer of an exchange depends on another one, since computing takes time.
     """
     ends: dict[float, list[Action]] = {}
     starts: dict[float, list[tuple[int, Action]]] = {}
@@ -243,7 +245,7 @@ def add_communication(schedule: Schedule) -> tuple[tuple[Action | P2PBatch, ...]
             ends.setdefault(end, []).append(action)
     orders: list[list[Action | P2PBatch]] = [[] for _ in range(schedule.num_ranks)]
     for moment in sorted(starts.keys() | ends.keys()):
-        # What ends at a moment comes before what starts then, and may need it.
+        # Actions that start at this time may need the results of those that end at it.
         for (low, high), transfers in _find_transfers(ends.get(moment, ()), schedule).items():
             orders[low].append(P2PBatch(high, tuple(transfers[low])))
             orders[high].append(P2PBatch(low, tuple(transfers[high])))
@@ -253,7 +255,7 @@ def add_communication(schedule: Schedule) -> tuple[tuple[Action | P2PBatch, ...]
 
 
 def _find_transfers(completed: Iterable[Action], schedule: Schedule) -> dict[tuple[int, int], dict[int, list[Action]]]:
-    """By each two ranks, what each of the two sends and receives of what these actions have made, in the same order."""
+    """Return, for each pair of ranks, the sends and receives of both for these actions' results, in equal order."""
     found: dict[tuple[int, int], dict[int, list[Action]]] = {}
     for action in completed:
         if action.kind is ActionKind.BACKWARD_WEIGHT:

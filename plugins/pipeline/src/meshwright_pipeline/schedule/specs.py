@@ -1,11 +1,11 @@
-"""Schedules by name, and from files: what each asks of the stages, and the order of each rank. No torch.
+"""Built-in schedules, and schedules from files. Imports no torch.
 
-The words are those of [Note: vocabulary] in `order`.
+For terms see [Note: vocabulary] in `actions`.
 
 Sources: GPipe arXiv:1811.06965; 1F1B arXiv:2006.09503; interleaved 1F1B arXiv:2104.04473; LoopedBFS arXiv:2211.05953;
 zero bubble arXiv:2401.10241; its V-shape arXiv:2405.15362; DualPipe arXiv:2412.19437, of which DualPipeV is one half,
-folded. The orders are those of torch.distributed.pipelining wherever that has one; here each schedule takes any number
-of microbatches.
+folded. Orders equal those of torch.distributed.pipelining, where it supports the sizes; here each schedule supports any
+number of microbatches.
 """
 
 from __future__ import annotations
@@ -26,8 +26,9 @@ from .actions import Action, ActionKind, Schedule, check_actions, compute_timeli
 def _one_forward_one_backward(
     forwards: Sequence[str], backwards: Sequence[str], *, num_warmup_forwards: int, wgrad_lag: int | None = None
 ) -> list[str]:
-    """`num_warmup_forwards` forwards, then one before each backward; with `wgrad_lag`, from there on, the oldest W
-    after each."""
+    """Return slots of `num_warmup_forwards` forwards, then one forward before each backward.
+
+    With `wgrad_lag`, the oldest W follows each backward after the first `wgrad_lag`."""
     order = list(forwards[:num_warmup_forwards])
     coming = iter(forwards[num_warmup_forwards:])
     for index, backward in enumerate(backwards):
@@ -44,10 +45,10 @@ def _chunk_by_chunk(rank: int, ranks: int, chunks: int, microbatches: int) -> li
 
 
 def _interleave_chunks(ranks: int, chunks: int, microbatches: int) -> tuple[list[int], list[int], int]:
-    """The chunks of all forwards and of all backwards, and the forwards that the last rank does in advance.
+    """Return the chunks of all forwards and all backwards, and the number of warm-up forwards of the last rank.
 
-    Microbatches go in rounds of about one per rank: each round passes all chunks before the next begins. The larger
-    rounds come first, else a rank would have to begin a backward before it has done enough forwards for it.
+    Microbatches are grouped in rounds of about one per rank; each round passes all chunks before the next begins. The
+    larger rounds come first, since otherwise a rank would have to begin a backward before enough forwards are done.
     """
     rounds = max(1, microbatches // ranks)
     sizes = [microbatches // rounds + (index < microbatches % rounds) for index in range(rounds)]
@@ -57,7 +58,7 @@ def _interleave_chunks(ranks: int, chunks: int, microbatches: int) -> tuple[list
 
 def _interleaved_1f1b(rank: int, ranks: int, chunks: int, microbatches: int) -> list[str]:
     forwards, backwards, ahead = _interleave_chunks(ranks, chunks, microbatches)
-    # With one chunk a rank is idle after its warm-up either way, so it holds fewer activations with half the lead.
+    # With one chunk, a rank is idle after its warm-up either way, and half the lead needs fewer activations.
     lead = (1 if chunks == 1 else 2) * (ranks - 1 - rank)
     return _one_forward_one_backward(
         [f"F{chunk}" for chunk in forwards], [f"B{chunk}" for chunk in backwards], num_warmup_forwards=ahead + lead
@@ -66,7 +67,7 @@ def _interleaved_1f1b(rank: int, ranks: int, chunks: int, microbatches: int) -> 
 
 def _interleaved_zero_bubble(rank: int, ranks: int, chunks: int, microbatches: int) -> list[str]:
     forwards, backwards, ahead = _interleave_chunks(ranks, chunks, microbatches)
-    # A later rank puts off more weights: all ranks then hold as much as rank 0, whose lead is the longest.
+    # Later ranks defer more weight gradients, so that all ranks hold as much as rank 0, whose lead is longest.
     return _one_forward_one_backward(
         [f"F{chunk}" for chunk in forwards],
         [f"I{chunk}" for chunk in backwards],
@@ -76,7 +77,7 @@ def _interleaved_zero_bubble(rank: int, ranks: int, chunks: int, microbatches: i
 
 
 def _zero_bubble_v(rank: int, ranks: int, chunks: int, microbatches: int) -> list[str]:
-    below = ranks - 1 - rank  # ranks between this one and the turn of the V
+    below = ranks - 1 - rank  # Ranks between this one and the turn of the V
     count = max(microbatches, 2 * ranks - 1)
     return [
         *["F0"] * (2 * below + 1),
@@ -100,7 +101,7 @@ def _dual_pipe_v(rank: int, ranks: int, chunks: int, microbatches: int) -> list[
         *["I1", "W", "F1"] * below,
         *["F0", "B1", "F1", "B0"] * (count - 2 * ranks + rank + 1),
         *["B1", "F1", "B0"] * below,
-        # Of the backwards that have no forward beside them, the second half leaves its weights for the end.
+        # Of the backwards without a paired forward, the second half defers its weight gradients to the end.
         *(["B1", "B0"] * (rank + 1))[: rank + 1],
         *(["I1", "I0"] * (rank + 1))[rank + 1 :],
         *["W", "I0"] * below,
@@ -110,20 +111,20 @@ def _dual_pipe_v(rank: int, ranks: int, chunks: int, microbatches: int) -> list[
 
 @dataclass(frozen=True, slots=True)
 class ScheduleSpec:
-    """What a schedule asks of the stages, and the order of a rank."""
+    """Requirements of a schedule, and the order of actions of a rank."""
 
     name: str
     build_order: Callable[[int, int, int, int], list[str]]
-    """(rank, ranks, chunks, microbatches) to the rank's slots: "F0" is the next forward of chunk 0, "W" the oldest
-    weight gradient that waits. Slots of microbatches beyond the last are left out."""
+    """Maps (rank, ranks, chunks, microbatches) to the rank's slots: "F0" is the next forward of chunk 0, "W" the oldest
+    pending weight gradient. Slots of microbatches after the last one are skipped."""
     min_chunks: int
     max_chunks: int | None
     reverses_backward: bool = False
-    """Backward takes the microbatches from the last to the first."""
+    """Whether backwards run from the last microbatch to the first."""
     is_v_shaped: bool = False
     steady_state: Callable[[int], tuple[int, int]] = lambda ranks: (3, 1)
-    """By the number of ranks: from how many microbatches on, and in steps of how many, each further step adds the same
-    actions to each rank's order, between the same."""
+    """Maps the number of ranks to (least, step): from `least` microbatches on, each further `step` microbatches add the
+    same actions at the same position of each rank's order."""
 
     @property
     def describe_chunks(self) -> str:
@@ -157,7 +158,7 @@ SCHEDULES: Mapping[str, ScheduleSpec] = MappingProxyType(
     }
 )
 
-# Further spellings, lower case, without separators.
+# Other spellings, in lower case without separators.
 _ALIASES = {
     "interleaved": "Interleaved1F1B",
     "bfs": "LoopedBFS",
@@ -170,7 +171,7 @@ _ALIASES = {
 
 
 def find_schedule_spec(name: str) -> ScheduleSpec:
-    """The rule of a schedule, by its name in any case, with or without separators and torch's "Schedule" before it."""
+    """Return a schedule by its name, in any case, with or without separators and torch's prefix "Schedule"."""
     plain = re.sub(r"[\s_-]", "", name).lower().removeprefix("schedule")
     known = {each.lower(): each for each in SCHEDULES} | _ALIASES
     if plain not in known:
@@ -180,7 +181,7 @@ def find_schedule_spec(name: str) -> ScheduleSpec:
 
 
 def build_schedule(name: str, *, num_ranks: int, num_stages: int, num_microbatches: int) -> Schedule:
-    """The order of each rank under a schedule of this name; each rank has as many of the `num_stages`."""
+    """Build a schedule by name; each rank has an equal number of the `num_stages`."""
     rule = find_schedule_spec(name)
     for what, value in (("ranks", num_ranks), ("microbatches", num_microbatches)):
         if value < 1:
@@ -189,7 +190,7 @@ def build_schedule(name: str, *, num_ranks: int, num_stages: int, num_microbatch
     if left or chunks < rule.min_chunks or (rule.max_chunks and chunks > rule.max_chunks):
         wanted = num_ranks * min(max(chunks, rule.min_chunks), rule.max_chunks or chunks + rule.min_chunks)
         raise ConfigError(
-            f"{rule.name} takes {rule.describe_chunks} on each rank, but {num_stages} stages on {num_ranks} ranks are "
+            f"{rule.name} needs {rule.describe_chunks} on each rank, but {num_stages} stages on {num_ranks} ranks are "
             f"{f'{num_stages / num_ranks:.3g}'} each. Split the model into {wanted} stages, or choose another schedule."
         )
     placement = tuple(
@@ -213,7 +214,7 @@ def build_schedule(name: str, *, num_ranks: int, num_stages: int, num_microbatch
 def _number_microbatches(
     rule: ScheduleSpec, slots: Iterable[str], stages: Sequence[int], microbatches: int
 ) -> Iterator[Action]:
-    """The actions of a rank's slots: the n-th slot of a kind and chunk is for microbatch n."""
+    """Yield the actions of a rank's slots. The n-th slot of a kind and chunk is for microbatch n."""
     seen: Counter[str] = Counter()
     waiting: list[Action] = []
     for slot in slots:
@@ -234,26 +235,26 @@ def _number_microbatches(
             yield action
 
 
-# -- schedules of the user's own, in the compute-only format of torch's pipelining
+# -- custom schedules, in the compute-only format of torch.distributed.pipelining
 
 _CELL = re.compile(r"(\d+)([A-Z_]+)(\d+)")
 _OVERLAP = re.compile(r"\((.*)\)OVERLAP_F_B")
 
 
 def read_schedule_csv(path: str | Path, *, num_ranks: int, num_stages: int, num_microbatches: int) -> Schedule:
-    """Read a schedule from a file, one row per rank; errors name row and cell, both from 1.
+    """Read a schedule from a CSV file with one row per rank. Errors name row and cell, both counted from 1.
 
-    A cell is an action such as `0F0` or `1I2`; empty cells are bubbles, which follow from the order here; a pair such
-    as `(0F1;3B0)OVERLAP_F_B` runs one after the other. Each stage is on the rank that its actions are on.
+    A cell is an action such as `0F0` or `1I2`. Empty cells are ignored, since bubbles follow from the order. The two
+    actions of a pair such as `(0F1;3B0)OVERLAP_F_B` run in sequence. A stage is on the rank whose row has its actions.
     """
     name = _describe_csv(path)
     rows = _read_csv_rows(path)
     if len(rows) != num_ranks:
-        raise ConfigError(f"{name} has {len(rows)} rows, but pp_size={num_ranks}. Give one row for each rank.")
+        raise ConfigError(f"{name} has {len(rows)} rows, but pp_size={num_ranks}. Write one row for each rank.")
     owner = {action.stage: rank for rank in reversed(range(num_ranks)) for action, _ in rows[rank]}
     without = [str(stage) for stage in range(num_stages) if stage not in owner]
     if without:
-        raise ConfigError(f"{name} holds nothing for stage {', '.join(without)} of {num_stages}. Add its actions.")
+        raise ConfigError(f"{name} has no action of stage {', '.join(without)} of {num_stages}. Add its actions.")
     orders = tuple(tuple(action for action, _ in row) for row in rows)
     schedule = Schedule(
         name, num_ranks, num_stages, num_microbatches, tuple(owner[stage] for stage in range(num_stages)), orders
@@ -264,12 +265,10 @@ def read_schedule_csv(path: str | Path, *, num_ranks: int, num_stages: int, num_
 
 
 def read_schedule_size(path: str | Path) -> tuple[int, int]:
-    """How many stages and how many microbatches the actions of a file name."""
+    """Return the number of stages and of microbatches in a file."""
     found = [action for row in _read_csv_rows(path) for action, _ in row]
     if not found:
-        raise ConfigError(
-            f"{_describe_csv(path)} holds no action. Write a row for each rank, with cells such as '0F0'."
-        )
+        raise ConfigError(f"{_describe_csv(path)} has no action. Write a row for each rank, with cells such as '0F0'.")
     return 1 + max(action.stage for action in found), 1 + max(action.microbatch for action in found)
 
 
@@ -278,7 +277,7 @@ def _describe_csv(path: str | Path) -> str:
 
 
 def _read_csv_rows(path: str | Path) -> list[list[tuple[Action, int]]]:
-    """The actions of each row, each with the number of its cell."""
+    """Return the actions of each row with the numbers of their cells."""
     try:
         with Path(path).open(newline="", encoding="utf-8") as file:
             rows = [row for row in csv.reader(file) if row]
@@ -302,7 +301,7 @@ def _parse_cell(cell: str, where: str) -> Iterator[Action]:
         match = _CELL.fullmatch(text.strip())
         if not match or match[2] not in list(ActionKind):
             raise ConfigError(
-                f"{where}: {cell!r} is no action. Write stage, kind and microbatch, such as '0F0'; kinds are F, B "
+                f"{where}: {cell!r} is not an action. Write stage, kind and microbatch, such as '0F0'; kinds are F, B "
                 "(or I and W)."
             )
         yield Action(ActionKind(match[2]), int(match[1]), int(match[3]))

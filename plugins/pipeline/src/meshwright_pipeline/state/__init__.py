@@ -1,1 +1,1 @@
-"""State of a model in stages under the names of the whole one: parameters, optimizers, gradients of copies."""
+"""State of a model in stages under the names of the full model: parameters, optimizers, shared parameters."""

@@ -1,7 +1,7 @@
-"""The whole state of a model from the states of its stages, and back: `state_dict(full=True)` and its loading.
+"""Gather the full state of a model from its stages, and load it: `state_dict(full=True)` and its counterpart.
 
-States are carried along the pipeline tensor by tensor, so that no rank holds more at once than it keeps. The rest of a
-state (names, settings of the optimizer, where tensors go) goes ahead as one small object.
+Ranks of the pipeline send tensors one at a time, so that no rank holds more than it keeps and one tensor. The structure
+of the state (names, optimizer settings, shapes) is sent first, as one small object.
 """
 
 from __future__ import annotations
@@ -24,10 +24,10 @@ StatePath = tuple[Any, ...]
 def gather_full_state(
     managers: Mapping[int, DataParallelManager], names: StagedParameterNames, mesh: Mesh, *, with_optimizer: bool
 ) -> dict[str, Any]:
-    """See `StrategyManager.state_dict`; on the CPU of the first rank of all, nothing of it elsewhere. Collective."""
+    """See `StrategyManager.state_dict`. The state is on the CPU of global rank 0, empty on others. Collective."""
     parts = {index: manager.state_dict(full=True) for index, manager in managers.items()}
     stages: list[dict[str, Any]] = []
-    # The whole state of a stage lies on the first of its ranks.
+    # The full state of a stage is on the first of its ranks.
     if mesh.get_stage_mesh().world.rank == 0:
         states = gather_states(parts, mesh.group("pp"), mesh.device)
         found = {index: state for each in states for index, state in each.items()}
@@ -38,9 +38,9 @@ def gather_full_state(
 def load_full_state(
     managers: Mapping[int, DataParallelManager], names: StagedParameterNames, mesh: Mesh, state: Mapping[str, Any]
 ) -> None:
-    """See `StrategyManager.load_state_dict`; `state` is that of the first rank of all. Collective."""
+    """See `StrategyManager.load_state_dict`; the `state` of global rank 0 is loaded. Collective."""
     mesh.world.run_on_all_ranks(lambda: _check_names(state["model"], names))
-    whole: Any = None
+    full_state: Any = None
     if mesh.get_stage_mesh().world.rank == 0:
         held = {name for manager in managers.values() for name in manager.model.state_dict(keep_vars=True)}
         held |= {names.first_name.get(name, name) for name in held}
@@ -49,23 +49,27 @@ def load_full_state(
             # ("model", name) or ("optimizer", "state", name, key).
             return not held.isdisjoint(path[1:3])
 
-        whole = broadcast_state(state, mesh.group("pp"), mesh.device, is_wanted=wanted)
+        full_state = broadcast_state(state, mesh.group("pp"), mesh.device, is_wanted=wanted)
     for manager in managers.values():
-        part = _select_stage_state(whole, manager, names) if whole is not None else {"model": {}, "optimizer": {}}
+        part = (
+            _select_stage_state(full_state, manager, names)
+            if full_state is not None
+            else {"model": {}, "optimizer": {}}
+        )
         mesh.world.run_on_all_ranks(lambda manager=manager, part=part: manager.load_state_dict(part, full=True))  # type: ignore[misc]
 
 
 def _merge_states(
     states: Sequence[Mapping[str, Any]], names: StagedParameterNames, *, with_optimizer: bool
 ) -> dict[str, Any]:
-    """The state of the whole model from those of all stages, in order; nothing from nothing."""
+    """Merge the states of all stages, in order, to the state of the full model; empty if `states` is empty."""
     model: dict[str, Any] = {}
     values: dict[str, Any] = {}
     groups: list[dict[str, Any]] = []
     masters: dict[str, Any] = {}
     for state in states:
         for name, tensor in state["model"].items():
-            # Tied names keep sharing one tensor.
+            # Tied names continue to share one tensor.
             model.setdefault(name, model.get(names.first_name.get(name, name), tensor))
         optimizer = state.get("optimizer", {})
         for key, merged in (("state", values), ("masters", masters)):
@@ -73,16 +77,16 @@ def _merge_states(
                 merged.setdefault(names.first_name[name], each)
         for group in optimizer.get("param_groups", []):
             _merge_group({**group, "params": [names.first_name[name] for name in group["params"]]}, groups)
-    whole: dict[str, Any] = {"model": {name: model[name] for name in names.ordered_names if name in model}}
+    merged_state: dict[str, Any] = {"model": {name: model[name] for name in names.ordered_names if name in model}}
     if with_optimizer:
-        whole["optimizer"] = {"state": values, "param_groups": groups} if states else {}
+        merged_state["optimizer"] = {"state": values, "param_groups": groups} if states else {}
         if masters:
-            whole["optimizer"]["masters"] = masters
-    return whole
+            merged_state["optimizer"]["masters"] = masters
+    return merged_state
 
 
 def _merge_group(group: Mapping[str, Any], groups: list[dict[str, Any]]) -> None:
-    """Join a stage's parameter group with the one of equal settings, or put it behind them."""
+    """Merge a stage's parameter group into a group with equal settings, or append it."""
     settings = {key: value for key, value in group.items() if key != "params"}
     for each in groups:
         if {key: value for key, value in each.items() if key != "params"} == settings:
@@ -95,16 +99,16 @@ def _check_names(model: Mapping[str, Any], names: StagedParameterNames) -> None:
     unknown = sorted(set(model) - set(names.ordered_names))
     if unknown:
         raise StrategyError(
-            f"the model state holds what the run does not have: {', '.join(unknown[:3])}"
-            f"{f' and {len(unknown) - 3} more' if len(unknown) > 3 else ''}. Load state of the same architecture."
+            f"the model state has tensors that the model does not have: {', '.join(unknown[:3])}"
+            f"{f' and {len(unknown) - 3} more' if len(unknown) > 3 else ''}. Load the state of the same architecture."
         )
 
 
 def _select_stage_state(
-    whole: Mapping[str, Any], manager: DataParallelManager, names: StagedParameterNames
+    full_state: Mapping[str, Any], manager: DataParallelManager, names: StagedParameterNames
 ) -> dict[str, Any]:
-    """A stage's state, under the stage's names, from that of the whole model."""
-    model, optimizer = whole["model"], whole.get("optimizer", {})
+    """Return a stage's state, under the stage's names, from the state of the full model."""
+    model, optimizer = full_state["model"], full_state.get("optimizer", {})
     own = {
         name: model.get(name, model.get(names.first_name.get(name, name)))
         for name in manager.model.state_dict(keep_vars=True)
@@ -120,19 +124,21 @@ def _select_stage_state(
     }
 
 
-# -- along the pipeline
+# -- communication along the pipeline
 
 
 @dataclass(frozen=True)
 class _TensorSpec:
-    """The place of a tensor."""
+    """Shape and dtype of a tensor, in its place in a state's structure."""
 
     shape: torch.Size
     dtype: torch.dtype
 
 
 def gather_states(state: Any, group: dist.ProcessGroup, device: torch.device) -> list[Any]:
-    """The states of all ranks, mappings and lists of tensors and plain values, on the first one's CPU. Collective."""
+    """Return the states of all ranks on the CPU of the group's first rank, an empty list on others. Collective.
+
+    States are nested mappings and lists of tensors and plain values."""
     rank, size = dist.get_rank(group), dist.get_world_size(group)
     outlines: list[Any] | None = [None] * size if rank == 0 else None
     dist.gather_object(_map_tensors(state, _describe_tensor), outlines, group=group, group_dst=0)
@@ -154,8 +160,9 @@ def gather_states(state: Any, group: dist.ProcessGroup, device: torch.device) ->
 def broadcast_state(
     state: Any, group: dist.ProcessGroup, device: torch.device, *, is_wanted: Callable[[StatePath], bool]
 ) -> Any:
-    """The first rank's state, on the CPU of all; None for tensors at paths that are not `is_wanted` here.
-    Collective."""
+    """Return the state of the group's first rank, on the CPU. Collective.
+
+    On the other ranks, tensors at paths that `is_wanted` rejects are None."""
     is_first = dist.get_rank(group) == 0
     box = [_map_tensors(state, _describe_tensor) if is_first else None]
     dist.broadcast_object_list(box, group=group, group_src=0)
@@ -175,7 +182,7 @@ def _describe_tensor(path: StatePath, tensor: Tensor) -> _TensorSpec:
 
 
 def _map_tensors(value: Any, change: Callable[[StatePath, Any], Any], path: StatePath = ()) -> Any:
-    """The value with each tensor, or place of one, changed; in one order everywhere."""
+    """Apply `change` to each tensor or `_TensorSpec`, in an order that is equal on all ranks."""
     if isinstance(value, (Tensor, _TensorSpec)):
         return change(path, value)
     if isinstance(value, Mapping):

@@ -1,7 +1,8 @@
-"""State of all stages on this rank under the names of the whole model: which stage holds which parameter, and the
-sharded state. No tensor moves to another rank here; see `gather_full_state` for the state that does.
+"""Parameter names of a model in stages, and the sharded state of this rank's stages under names of the full model.
 
-The name of a parameter that has several is, as in torch, the first. Where several stages have a parameter, the first
+Functions of this module send no tensors; see `gather_full_state` for the full state.
+
+A parameter with several names is known by the first, as in torch. If several stages have a parameter, the first stage
 saves it, and all load it.
 """
 
@@ -30,7 +31,7 @@ T = TypeVar("T")
 
 
 class StagedParameterNames:
-    """Names of a whole model before it is taken apart."""
+    """Names of the full model before it is split."""
 
     def __init__(
         self,
@@ -41,9 +42,9 @@ class StagedParameterNames:
         find_stage: Callable[[str], int],
     ) -> None:
         self.first_name, self.part_by_name, self.ordered_names = first_name, part_by_name, ordered_names
-        """Of each name of a parameter the first; its part, if it trains; names of all persistent tensors, in order."""
+        """First name of each parameter name; part of each trainable parameter; ordered names of persistent tensors."""
         self.stages_by_shared_name = stages_by_shared_name
-        """For each trainable parameter that several stages hold, these stages, ascending."""
+        """Stages of each trainable parameter that several stages hold, ascending."""
         self._first_stage: dict[str, int] = {}
         for name in ordered_names:
             first = first_name.get(name, name)
@@ -53,7 +54,7 @@ class StagedParameterNames:
         return self._first_stage[self.first_name.get(name, name)]
 
     def map_to_local_names(self, names: Iterable[str]) -> dict[str, str]:
-        """The names of a stage's parameters, each once, by those of the whole model."""
+        """Return the names of a stage's parameters, by their first names in the full model."""
         return {self.first_name[name]: name for name in names}
 
     @classmethod
@@ -76,16 +77,17 @@ class StagedParameterNames:
     def from_stages(
         cls, stages: Sequence[tuple[Mapping[str, str], Mapping[str, str], Sequence[str]]]
     ) -> StagedParameterNames:
-        """Of stages that are given as such: `first_names`, `find_trainable_parts` and the names of the state of
-        each."""
+        """Build the names of user-supplied stages.
+
+        `stages` are the results of `find_first_names` and `find_trainable_parts`, and the state's names, per stage."""
         canonical: dict[str, str] = {}
         parts: dict[str, str] = {}
         for index, (names, trained, _) in enumerate(stages):
             both = sorted(canonical.keys() & names.keys())
             if both:
                 raise ModelError(
-                    f"stage {index} of the pipeline and one before it both have a parameter {both[0]!r}. Give each "
-                    f"stage the parameters of its own part of the model, under the names of the whole."
+                    f"stage {index} of the pipeline and an earlier stage both have a parameter {both[0]!r}. Give each "
+                    f"stage only the parameters of its own part of the model, under the names of the full model."
                 )
             canonical.update(names)
             parts.update(trained)
@@ -95,7 +97,7 @@ class StagedParameterNames:
 
 
 def find_first_names(model: nn.Module) -> dict[str, str]:
-    """For each name of a parameter, the first of that parameter."""
+    """Return the first name of the parameter for each parameter name."""
     first: dict[nn.Parameter, str] = {}
     return {
         name: first.setdefault(parameter, name) for name, parameter in model.named_parameters(remove_duplicate=False)
@@ -103,22 +105,22 @@ def find_first_names(model: nn.Module) -> dict[str, str]:
 
 
 def find_trainable_parts(model: nn.Module, layout: ModelLayout) -> dict[str, str]:
-    """For each parameter that trains, under the first of its names, the part of the model that it is in."""
+    """Return the part of the model of each trainable parameter, by the parameter's first name."""
     return {name: layout.find_part(name) for name, parameter in model.named_parameters() if parameter.requires_grad}
 
 
 def rename_to_local(values: Mapping[str, T], local: Mapping[str, str]) -> dict[str, T]:
-    """Values by names of the whole model, under the names of a stage; without those that it does not have."""
+    """Rename the keys from names of the full model to names of a stage. Keys of other stages are dropped."""
     return {local[name]: each for name, each in values.items() if name in local}
 
 
 def rename_groups(groups: Sequence[Mapping[str, Any]], local: Mapping[str, str]) -> list[dict[str, Any]]:
-    """Parameter groups with the parameters that a stage has, under its names; groups may be empty then."""
+    """Return parameter groups with only the parameters of a stage, under its names. Groups may be empty."""
     return [{**group, "params": [local[name] for name in group["params"] if name in local]} for group in groups]
 
 
 def _find_holders(name: str, cut: ModelPartition, split: Sequence[range]) -> set[int]:
-    """The stages that hold a parameter or buffer under this name."""
+    """Return the stages that hold a parameter or buffer."""
     if name in cut.container_parameters:
         return {0}
     block = next((index for index, each in enumerate(cut.blocks) if name.startswith(f"{each}.")), None)
@@ -126,10 +128,10 @@ def _find_holders(name: str, cut: ModelPartition, split: Sequence[range]) -> set
         return {stage for stage, blocks in enumerate(split) if block in blocks}
     module = name.rpartition(".")[0]
     while module and module not in cut.outside_modules:
-        # A module that reads what it holds in a container stands for all that is in it.
+        # A module with parameter containers is listed instead of the modules inside it.
         module = module.rpartition(".")[0]
     if not module:
-        # Buffers of a module without parameters, which takes no memory worth saving.
+        # Buffers of modules without parameters are small, so every stage holds them.
         return set(range(len(split)))
     return {stage for stage, blocks in enumerate(split) if cut.runs_on_stage(module, blocks)}
 
@@ -138,7 +140,7 @@ def _find_holders(name: str, cut: ModelPartition, split: Sequence[range]) -> set
 
 
 def merge_sharded_state(managers: Mapping[int, DataParallelManager], names: StagedParameterNames) -> ShardedState:
-    """See `StrategyManager.sharded_state`; `managers` are those of this rank's stages, by their numbers."""
+    """See `StrategyManager.sharded_state`; `managers` are those of this rank's stages, by stage number."""
     model: dict[str, ChunkedTensor] = {}
     averages: dict[str, ChunkedTensor] = {}
     optimizer: OptimizerState[ChunkedTensor] = OptimizerState()
@@ -163,7 +165,7 @@ def merge_sharded_state(managers: Mapping[int, DataParallelManager], names: Stag
 def merge_parameter_chunks(
     managers: Mapping[int, DataParallelManager], names: StagedParameterNames
 ) -> dict[str, ChunkedTensor | None]:
-    """See `StrategyManager.parameter_chunks`; in the order of the whole model, None for those of other ranks."""
+    """See `StrategyManager.parameter_chunks`; in the order of the full model, None for parameters of other ranks."""
     found = {
         names.first_name[name]: sharded
         for index, manager in managers.items()
@@ -177,7 +179,7 @@ def merge_parameter_chunks(
 def load_stages(
     managers: Mapping[int, DataParallelManager], names: StagedParameterNames, saved: OptimizerState[TensorMeta] | None
 ) -> Iterator[ShardedState]:
-    """See `StrategyManager.loading`; `saved` is of the whole model's optimizer, None: parameters and buffers alone."""
+    """See `StrategyManager.load_sharded_state`; `saved` is the full model's optimizer state, or None."""
     with ExitStack() as contexts:
         model: dict[str, ChunkedTensor] = {}
         averages: dict[str, ChunkedTensor] = {}

@@ -1,8 +1,8 @@
 """Gradients of parameters that several stages hold, and norms in which each parameter counts once.
 
-[Note: copies] A parameter that several stages need, such as the weight of tied embedding and head, is a parameter of
-each, with the gradient of all. Equal gradients and equal optimizer states keep the copies equal; in norms and in state
-only the first counts. How a stage reduces gradients over its own ranks is the inner strategy's.
+[Note: copies] A parameter that several stages need, such as the weight of a tied embedding and head, exists on each of
+them, with the summed gradient of all. Equal gradients and optimizer states keep the copies equal. Norms and saved state
+include only the first copy. The inner strategy reduces gradients over the ranks of a stage.
 Source: Huang et al. 2019, arXiv:1811.06965.
 """
 
@@ -20,7 +20,7 @@ from .parameter_names import StagedParameterNames
 
 
 class SharedParameters:
-    """The copies on this rank's stages; see [Note: copies]."""
+    """Shared parameters on this rank's stages; see [Note: copies]."""
 
     def __init__(
         self,
@@ -32,10 +32,10 @@ class SharedParameters:
         self._names, self._managers, self._placement, self._mesh = names, managers, placement, mesh
 
     def sum_gradients(self, reports: Mapping[int, GradientReport]) -> GradientReport:
-        """Give each copy the sum of all gradients, the same bits on all. Collective.
+        """Set the gradient of each copy to the sum over all copies, bitwise equal on all ranks. Collective.
 
-        `reports` is what each stage of this rank has seen in its gradients. Returns which of the parameters that have
-        copies this rank has used; all ranks have as many.
+        `reports` are the gradient reports of this rank's stages. Returns a report of the shared parameters that this
+        rank has used, with an entry for each shared parameter of the model.
         """
         unused = {parameter for findings in reports.values() for parameter in findings.iter_unused()}
         trainable = {index: set(manager.iter_trainable()) for index, manager in self._managers.items()}
@@ -50,7 +50,7 @@ class SharedParameters:
         return GradientReport(trained, used)
 
     def iter_frozen(self) -> Iterator[tuple[str, int, int]]:
-        """What this rank's stages freeze: its name in the whole model, which of its copies, and how many there are."""
+        """Yield name in the full model, index of the copy and number of copies for each parameter frozen here."""
         for index, manager in self._managers.items():
             for name in manager.trainable_parameters.find_frozen():
                 canonical = self._names.first_name[name]
@@ -58,7 +58,7 @@ class SharedParameters:
                 yield canonical, holders.index(index), len(holders)
 
     def total_norm(self, norm_type: float) -> Tensor:
-        """Of the gradients of all stages; float64 scalar, equal on all ranks. Collective."""
+        """Return the norm of the gradients of all stages, a float64 scalar, equal on all ranks. Collective."""
         norms = [
             manager.gradients.compute_total_norm(norm_type, excluded=self._find_repeated(index))
             for index, manager in self._managers.items()
@@ -81,7 +81,7 @@ class SharedParameters:
         return dict(zip(parts, squares.sqrt().tolist(), strict=True))
 
     def _find_repeated(self, stage: int) -> list[nn.Parameter]:
-        """Of a stage of this rank: what the optimizer trains of parameters that an earlier stage counts already."""
+        """Return the optimizer parameters of a stage that an earlier stage already counts."""
         shared = self._names.stages_by_shared_name
         return [self._find_copy(stage, name) for name, holders in shared.items() if stage in holders[1:]]
 
@@ -94,7 +94,7 @@ class SharedParameters:
 
     def _sum_copies(self, copies: Mapping[int, nn.Parameter], ranks: Sequence[int]) -> None:
         """Sum the gradients of one parameter over the ranks along `pp` that hold copies of it."""
-        # Each rank's own copies first, then all ranks' in the same order, so that all get the same bits.
+        # Each rank sums its own copies, then all ranks sum these in the same order: the results are bitwise equal.
         own = torch.stack(
             [self._managers[index].gradients.get_local_gradient(copy) for index, copy in copies.items()]
         ).sum(0)
@@ -103,7 +103,7 @@ class SharedParameters:
             self._managers[index].gradients.set_summed_gradient(copy, total.clone() if len(copies) > 1 else total)
 
     def _exchange_gradients(self, own: Tensor, ranks: Sequence[int]) -> list[Tensor]:
-        """What each of these ranks along `pp`, of which this is one, brings, in their order."""
+        """Return the gradients of the given ranks along `pp`, which include this rank, in their order."""
         group, rank = self._mesh.group("pp"), self._mesh.axis_rank("pp")
         received = {other: torch.empty_like(own) for other in ranks if other != rank}
         operations = [dist.P2POp(dist.isend, own, group=group, group_peer=other) for other in received]

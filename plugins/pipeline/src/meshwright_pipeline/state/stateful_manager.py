@@ -1,4 +1,4 @@
-"""What a pipeline's manager holds between steps: the optimizers of its stages, and state under the model's names."""
+"""State of a pipeline's manager between steps: optimizers of the stages, and state under names of the full model."""
 
 from __future__ import annotations
 
@@ -34,23 +34,23 @@ from .parameter_names import StagedParameterNames, load_stages, merge_parameter_
 
 
 class StagedStateManager(StrategyManager):
-    """The optimizer and the state of a model in stages."""
+    """Base class with the optimizer and the state of a model in stages."""
 
     _optimizer: Optimizer | None = None
 
     @property
     @abstractmethod
     def _managers(self) -> Mapping[int, DataParallelManager]:
-        """Of this rank's stages, by their numbers."""
+        """Managers of this rank's stages, by stage number."""
 
     @property
     @abstractmethod
     def _names(self) -> StagedParameterNames:
-        """Of the whole model."""
+        """Parameter names of the full model."""
 
     @abstractmethod
     def _finalize_step(self) -> None:
-        """Called before the optimizer steps."""
+        """Hook called before the optimizer steps."""
 
     @property
     def model_parts(self) -> Sequence[nn.Module]:
@@ -66,12 +66,12 @@ class StagedStateManager(StrategyManager):
         }
         known: list[dict[str, ParamTraits]] = [{}] * self.mesh.degrees.pp
         dist.all_gather_object(known, mine, group=self.mesh.group("pp"))
-        whole = {name: each for stages in known for name, each in stages.items()}
-        made = self.mesh.world.run_on_all_ranks(lambda: bind_to_model(factory, whole))
+        all_params = {name: each for stages in known for name, each in stages.items()}
+        bound_factory = self.mesh.world.run_on_all_ranks(lambda: bind_to_model(factory, all_params))
 
         def named(given: Iterable[tuple[str, nn.Parameter]]) -> Optimizer:
             # The factory sees the names of the unwrapped model, so copies of one parameter get the same options.
-            return made([(canonical[name], parameter) for name, parameter in given])
+            return bound_factory([(canonical[name], parameter) for name, parameter in given])
 
         self.mesh.world.run_on_all_ranks(lambda: [manager.build_optimizer(named) for manager in trained])
         rates: list[Any] = [None] * self.mesh.degrees.pp
@@ -94,10 +94,10 @@ class StagedStateManager(StrategyManager):
         for manager in self._trained_managers():
             manager.drop_gradients()
 
-    # -- averages of what is trained
+    # -- moving averages
 
     def enable_ema(self) -> Sequence[EMAWeights]:
-        """See `meshwright.train.loop.ema.Averaging`: one for each stage of this rank that trains."""
+        """See `meshwright.train.loop.ema.EMA`: one for each stage of this rank that trains."""
         return [each for manager in self._trained_managers() for each in manager.enable_ema()]
 
     @contextmanager
@@ -110,7 +110,7 @@ class StagedStateManager(StrategyManager):
     def _trained_managers(self) -> list[DataParallelManager]:
         return [manager for manager in self._managers.values() if manager.has_optimizer]
 
-    # -- whole parameters, and state
+    # -- full parameters, and state
 
     @contextmanager
     def unshard(self) -> Iterator[Sequence[nn.Module]]:
@@ -149,43 +149,46 @@ class StagedStateManager(StrategyManager):
             self._optimizer.copy_rates(optimizer.groups)
 
 
-# -- optimizers in front of those of several stages
+# -- optimizers over the stages of a rank
 
 
 class CombinedStageOptimizer(Optimizer):
-    """Steps the optimizers of this rank's stages that train, one or more. It computes nothing itself.
+    """Optimizer that delegates to the optimizers of this rank's trained stages, one or more.
 
-    Its groups and state are looked up in theirs at each access: loading gives an optimizer new groups, and a list of
-    the old ones would take a schedule's rates to nobody.
+    Groups and state are read from these at each access. Loading replaces the groups of an optimizer, so a stored list
+    would pass a schedule's learning rates to old groups.
     """
 
     def __init__(self, managers: Sequence[DataParallelManager]) -> None:
         self._managers = tuple(managers)
-        # A group without parameters passes torch's checks and is given to no stage.
+        # A group without parameters passes torch's checks and is not added to a stage.
         super().__init__([{"params": []}], dict(managers[0].optimizer.defaults))
 
     @property
     def param_groups(self) -> list[dict[str, Any]]:
-        """The groups of all stages; set values in them, not the list."""
+        """The groups of all stages. Set values in them; the list cannot be replaced."""
         return [group for manager in self._managers for group in manager.optimizer.param_groups]
 
     @param_groups.setter
     def param_groups(self, groups: list[dict[str, Any]]) -> None:
         if groups:
             raise StrategyError(
-                "the parameter groups of a pipeline are those of its stages' optimizers and cannot be replaced as a "
+                "the parameter groups of a pipeline belong to its stages' optimizers and cannot be replaced as a "
                 "list. Set values in the groups, or use add_param_group or load_state_dict."
             )
 
     @property
     def state(self) -> dict[Tensor, Any]:
-        """The state of all stages' parameters; the mapping is a copy, its values are not."""
+        """The state of all stages' parameters. The mapping is a copy; its values are not."""
         return {p: values for manager in self._managers for p, values in manager.optimizer.state.items()}
 
     @state.setter
     def state(self, state: Mapping[Tensor, Any]) -> None:
         if state:
-            raise StrategyError("the state of a pipeline's optimizer is that of its stages'. Use load_state_dict.")
+            raise StrategyError(
+                "the state of a pipeline's optimizer belongs to its stages' optimizers and cannot be replaced. Use "
+                "load_state_dict."
+            )
 
     def step(self, closure: Any = None) -> None:
         """Step all stages, and drop the gradients."""
@@ -199,15 +202,15 @@ class CombinedStageOptimizer(Optimizer):
         parts = [[each for each in parameters if id(each) in own] for own in known]
         if sum(map(len, parts)) < len(parameters):
             raise StrategyError(
-                f"of {len(parameters)} parameters of a group to add, {sum(map(len, parts))} are of the stages on this "
-                f"rank. Take them from manager.model_parts, after parallelize."
+                f"of {len(parameters)} parameters of a new group, only {sum(map(len, parts))} belong to stages of this "
+                f"rank. Take parameters from manager.model_parts, after parallelize."
             )
         for manager, part in zip(self._managers, parts, strict=True):
             if part:
                 manager.optimizer.add_param_group({**param_group, "params": part})
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        """What torch's load_state_dict ends with: each stage takes its own groups and state."""
+        """Set groups and state in the optimizer of each stage; torch's `load_state_dict` calls this last."""
         groups, values = iter(state["param_groups"]), state["state"]
         for manager in self._managers:
             optimizer = manager.optimizer
@@ -217,7 +220,7 @@ class CombinedStageOptimizer(Optimizer):
 
 
 class FrozenStageOptimizer(Optimizer):
-    """For a rank whose stages are frozen: it trains nothing, and has the rate of the first rank that does."""
+    """Optimizer of a rank whose stages are frozen. It trains nothing and has the learning rate of other ranks."""
 
     def __init__(self, lr: float | Tensor) -> None:
         super().__init__([nn.Parameter(torch.zeros(()))], {"lr": lr})

@@ -1,8 +1,8 @@
-"""A tiny random instance of every causal LM that transformers maps.
+"""Tiny random instances of every causal LM in transformers' mapping.
 
-Rules on the names and defaults of fields give configurations tiny sizes: what a type derives from other fields (a
-default of None) stays derived, and what is given twice in a default (as many key heads as heads) stays equal. zoo.yaml
-has, with reasons, what rules cannot know. A float64 model computes in float64 throughout, whatever is cast to float32.
+Rules on the names and defaults of fields reduce the sizes of configurations. Fields that a type derives from others (a
+default of None) stay derived, and equal defaults (as many key heads as heads) stay equal. zoo.yaml has the exceptions,
+with reasons. A float64 model computes in float64 throughout, even if its code casts to float32.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from transformers import PreTrainedConfig
 from meshwright.plugin import ModelError, suggest_match
 
 PARAMETER_NOISE_STD = 0.02
-"""Standard deviation of the noise added to each parameter: zeros and equal rows would hide errors."""
+"""Standard deviation of the noise added to each parameter, since zeros and equal rows would hide errors."""
 
 
 def zoo_types() -> list[str]:
@@ -62,13 +62,13 @@ def zoo_vocab_size(model_type: str) -> int:
 def build_zoo_model(
     model_type: str, *, seed: int = 0, dtype: torch.dtype = torch.float64, tied: bool | None = None
 ) -> nn.Module:
-    """Return a random instance in train mode, the same for equal arguments; the global random state does not change."""
+    """Return a random instance in train mode, which depends only on the arguments. Keeps the global random state."""
     from transformers import AutoModelForCausalLM
 
     config = build_zoo_config(model_type, tied=tied)
     with torch.random.fork_rng():
         torch.manual_seed(seed)
-        # The fused experts have no kernel for float64 on the CPU.
+        # Fused experts have no float64 kernel on the CPU.
         model = AutoModelForCausalLM.from_config(config, dtype=dtype, experts_implementation="eager")
         with torch.no_grad():
             for parameter in model.parameters():
@@ -81,24 +81,24 @@ def build_zoo_model(
 
 @functools.cache
 def load_zoo_data() -> dict[str, dict[str, Any]]:
-    """Return the content of zoo.yaml: `values` of fields by type, and types that are `refused`."""
+    """Return the content of zoo.yaml: `values` of fields by type, and `refused` types with reasons."""
     text = resources.files(__package__).joinpath("zoo.yaml").read_text(encoding="utf-8")
     data: dict[str, dict[str, Any]] = yaml.safe_load(text)
     return data
 
 
 def compute_in_float64(model: nn.Module) -> None:
-    """Make all parameters float64, and all forwards compute in float64.
+    """Convert all parameters to float64, and make all forwards compute in float64.
 
-    Many architectures cast norms, routers or states to float32 inside, whatever the model's dtype. A gradient summed
-    there over tokens depends on how they are split into microbatches, by 1e-9: as much as some real bugs.
+    Many architectures cast norms, routers or states to float32, under any dtype of the model. A gradient that is summed
+    over tokens in float32 changes by 1e-9 with the split into microbatches, which is as much as some real bugs.
 
-    Every module's own forward is wrapped, not only the model's, because activation checkpointing calls those of blocks
-    again in the backward, past their hooks.
+    The forward of every module is wrapped, not only the model's, because activation checkpointing calls the forwards of
+    blocks again in the backward, without their hooks.
     """
     mode = _Float64Mode()
     for module in model.modules():
-        # A method, so that a copy of the module gets one of its own.
+        # A bound method, so that a copy of the module gets its own.
         module.forward = MethodType(_wrap_in_float64(mode, type(module).forward), module)
     for parameter in model.parameters():
         if parameter.is_floating_point():
@@ -106,7 +106,7 @@ def compute_in_float64(model: nn.Module) -> None:
 
 
 class _Float64Mode(TorchFunctionMode):
-    """Every call of torch that names float32 names float64 instead, within the outermost forward of a model."""
+    """Replace float32 with float64 in the arguments of torch functions, within the outermost forward of a model."""
 
     is_running = False
 
@@ -145,14 +145,14 @@ VOCAB, POSITIONS, WINDOW = 160, 64, 8
 
 SizeTable = tuple[tuple[str, int], ...]
 
-# Both tables hold whole names of integer fields, and the first that matches counts.
-# Sizes whatever the default is. Two experts per token: the weight of one is 1 after normalisation, and its router
-# would not train.
+# Both tables map patterns of full names of integer fields to sizes. The first match counts.
+# These sizes replace any default. Two experts per token, since the weight of a single one is 1 after normalization, and
+# its router would not train.
 EXACT_SIZES: SizeTable = (
     (r".*(experts_per_tok(en)?|moe_topk|moe_top_k|moe_k|top_k_experts)", 2),
     (r".*(num|n)_(routed_|local_)?experts", 4),
 )
-# Sizes unless the default is smaller.
+# These sizes apply unless the default is smaller.
 MAX_SIZES: SizeTable = (
     # Vocabulary, positions, windows. Windows are shorter than the sequences of tests, so that they matter.
     (r".*vocab(_size)?(_per_layer_input)?", VOCAB),
@@ -162,7 +162,7 @@ MAX_SIZES: SizeTable = (
     # Counts.
     (r"(num|n)_layers_per_stack|depth|num_kv_shared_layers", 2),
     (r"(num_|n_)?(hidden_|decoder_|encoder_)?layers?|num_blocks|.*_num_hidden_layers", LAYERS),
-    # A head of an indexed attention is as wide as others: a part without positions and one with them.
+    # A head of indexed attention has a part without positions and one with them, together as wide as other heads.
     (r"qk_(nope|rope)_head_dim", HEAD_DIM // 2),
     (r".*(_d_head|head_?dim|kv_channels)|(d|dim)_(head|kv)|attention_head_size", HEAD_DIM),
     (r".*(key_value|kv|key|kv_n)_heads|num_query_groups", KV_HEADS),
@@ -175,14 +175,14 @@ MAX_SIZES: SizeTable = (
     (r"(.*_)?(intermediate|ffn_hidden|feed_forward|ffn)_(size|dim).*|d_ff|dff|dim_ff|d_inner|mlp_dim", 96),
     (r".*(_dim|_size|_size_global|_embd|_width|_model|_ssm)", HIDDEN),
 )
-# Fields that some types need but leave without a value.
+# Fields that some types need but have no default for.
 REQUIRED_FIELDS = {
     *("head_dim", "num_key_value_heads", "num_experts_per_tok"),
     *("n_group", "topk_group", "n_routed_experts", "n_shared_experts"),
 }
-# Fields that say what the model is for.
+# Fields that define the purpose of the model.
 PURPOSE_FIELDS = {"is_decoder": True, "is_encoder_decoder": False, "add_cross_attention": False, "causal": True}
-# What would be random in training.
+# Fields that make training random.
 RANDOM_FIELDS = re.compile(r".*(dropout|pdrop|layerdrop|drop_path|jitter).*")
 TOKEN_ID_FIELDS = re.compile(r"(bos|eos|pad|sep|cls|mask|decoder_start)_token_id")
 
@@ -190,11 +190,11 @@ TOKEN_ID_FIELDS = re.compile(r"(bos|eos|pad|sep|cls|mask|decoder_start)_token_id
 def build_tiny_config(config_cls: Any, overrides: Mapping[str, Any]) -> Any:
     """Return an instance of a configuration class of transformers with tiny sizes.
 
-    `overrides` are values of fields that take precedence over the rules; a mapping for a nested configuration.
+    `overrides` are values of fields, which take precedence over the rules; mappings for nested configurations.
     """
     values = _compute_tiny_values(config_cls, overrides)
     config = config_cls(**values)
-    # Some types vary sizes from layer to layer, with defaults of their own.
+    # Some types have different sizes in different layers, with separate defaults.
     varied = config.to_dict().get("per_layer_config")
     if not varied:
         return config
@@ -210,7 +210,7 @@ def build_tiny_config(config_cls: Any, overrides: Mapping[str, Any]) -> Any:
 def _compute_tiny_values(config_cls: Any, given: Mapping[str, Any]) -> dict[str, Any]:
     """Return the fields that differ from the default."""
     renamed = config_cls.attribute_map
-    # Not by getattr, which refuses sizes that vary from layer to layer.
+    # Not getattr, which raises an error for sizes that differ between layers.
     old = vars(config_cls())
     heads = old.get(renamed.get("num_attention_heads", "num_attention_heads"))
     values: dict[str, Any] = {}
@@ -250,10 +250,10 @@ def _match_size(name: str, table: SizeTable) -> int | None:
 
 
 def _cut_layer_lists(lists: Mapping[str, Any], layers: int | None) -> dict[str, Any]:
-    """Cut the lists with one entry per layer, such that the kinds of layers come in turn.
+    """Shorten the lists with one entry per layer, so that the kinds of layers alternate.
 
-    A kind is what all lists together say of a layer. Where there are more kinds than layers, those stay that show most
-    values not yet seen.
+    The entries of all lists for a layer define its kind. If there are more kinds than layers, keep those with the most
+    new values.
     """
     lists = {name: value for name, value in lists.items() if layers and len(value) == layers > LAYERS}
     kinds = {repr(layer): layer for layer in zip(*lists.values(), strict=True)}
