@@ -261,6 +261,34 @@ def evaluate(
     exit_process(code)
 
 
+def chat(
+    model: Annotated[
+        str, typer.Argument(help="Run directory, checkpoint, model directory, or Hub id.", metavar="MODEL")
+    ],
+    system: Annotated[str | None, typer.Option(help="System message of the conversation.")] = None,
+    max_new_tokens: Annotated[int, typer.Option(min=1, help="Most tokens of an answer.")] = 256,
+    temperature: Annotated[float, typer.Option(min=0, help="Sampling temperature; 0: the most likely token.")] = 0.7,
+    top_p: Annotated[float, typer.Option(min=0, max=1, help="Sample from the most likely tokens of this mass.")] = 0.95,
+    seed: Annotated[int, typer.Option(min=0, help="Seed of the sampling.")] = 0,
+    nproc: Annotated[int, typer.Option(min=1, help="Ranks that shard the model with fsdp2; 1: one process.")] = 1,
+    key_file: KeyFile = None,
+    traceback: TracebackOption = False,
+) -> None:
+    """Chat with a model in the terminal. Answers appear as they are generated.
+
+    \b
+    Examples:
+      meshwright chat runs/sft
+      meshwright chat path/to/model --system 'Answer in one sentence.' --temperature 0
+    """
+    with exit_on_error(traceback):
+        from .chat import ChatOptions, run_chat
+
+        options = ChatOptions(system, max_new_tokens, temperature, top_p, seed)
+        code = run_chat(model, options, nproc=nproc, key_file=key_file, show_traceback=traceback)
+    exit_process(code)
+
+
 def show_data(
     run_file: RunFileArgument,
     assignments: Annotated[

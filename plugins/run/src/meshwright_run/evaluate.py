@@ -123,7 +123,7 @@ def build_eval_job(
         format: format of these files; None: guessed from the first object.
         assignments: changes of the run file, `key=value`.
     """
-    values, checkpoint = _read_target(target, key_file)
+    values, checkpoint = read_target(target, key_file)
     values = {key: each for key, each in values.items() if key in _KEPT_SECTIONS and each is not None}
     if data:
         values["data"] = {**_keep_tokenization(values.get("data") or {}), **_build_data_section(data, format)}
@@ -138,7 +138,7 @@ def build_eval_job(
     return EvalJob(config, checkpoint, key_file, max_sequences, json_file, target)
 
 
-def _read_target(target: str, key_file: str | None) -> tuple[dict[str, Any], str | None]:
+def read_target(target: str, key_file: str | None) -> tuple[dict[str, Any], str | None]:
     """Return the values of a run file, and the checkpoint to load."""
     directory = Path(target).expanduser()
     if is_url(target) or (directory / "checkpoint.json").exists():
@@ -162,7 +162,7 @@ def _read_target(target: str, key_file: str | None) -> tuple[dict[str, Any], str
 
 
 def _read_checkpoint(target: str, key_file: str | None) -> tuple[dict[str, Any], str]:
-    storage = open_storage(target, _read_storage_options(key_file))
+    storage = open_storage(target, read_storage_options(key_file))
     if not storage_exists(storage):
         raise ConfigError(f"{target} does not exist, or holds no checkpoint.")
     manifest = read_manifest(storage)
@@ -178,7 +178,7 @@ def _read_checkpoint(target: str, key_file: str | None) -> tuple[dict[str, Any],
     return values, target
 
 
-def _read_storage_options(key_file: str | None) -> StorageOptions:
+def read_storage_options(key_file: str | None) -> StorageOptions:
     return StorageOptions(None if key_file is None else read_signing_key(key_file, where="--key-file"))
 
 
@@ -262,7 +262,7 @@ def evaluate_on_rank(store: Store | None, job: EvalJob) -> None:
             *world.run_on_all_ranks(lambda: build_run_model(config.model, resolved, hf_config, seed=config.seed))
         )
         if job.checkpoint is not None:
-            load_checkpoint(manager, open_storage(job.checkpoint, _read_storage_options(job.key_file)))
+            load_checkpoint(manager, open_storage(job.checkpoint, read_storage_options(job.key_file)))
         shard = build_data_shard(degrees, rows, manager.mesh.data_rank)
         results = {
             name: evaluate_set(manager, each, shard, max_sequences=job.max_sequences)

@@ -6,12 +6,12 @@ import typer
 
 from meshwright.plugin import hookimpl
 
-from .commands import evaluate, export, init, schema, show_checkpoint, show_data, train, verify_checkpoint
+from .commands import chat, evaluate, export, init, schema, show_checkpoint, show_data, train, verify_checkpoint
 
 
 @hookimpl
 def register_commands(app: typer.Typer) -> None:
-    for command in (train, export, schema, init):
+    for command in (train, chat, export, schema, init):
         app.command()(command)
     app.command("eval")(evaluate)
     checkpoints = typer.Typer(help="Look at checkpoints.", no_args_is_help=True)
