@@ -100,8 +100,8 @@ def run_chat(
             return 0
         if found.base is not None:
             raise ConfigError(
-                f"{target} is an adapter, and --nproc={nproc} ranks shard full models alone. Merge it (meshwright export "
-                f"--merge CHECKPOINT DIR) and chat with DIR; or leave --nproc out."
+                f"{target} is an adapter, and several ranks (--nproc={nproc}) shard full models alone. Merge it "
+                f"(meshwright export --merge CHECKPOINT DIR) and chat with DIR; or leave --nproc out."
             )
         from .launch.local import launch_ranks
 
