@@ -229,6 +229,7 @@ from .model.adapter import ADAPTER_CONFIG as ADAPTER_CONFIG
 from .model.adapter import BaseModelRef as BaseModelRef
 from .model.adapter import add_adapter as add_adapter
 from .model.adapter import find_frozen_base_parameters as find_frozen_base_parameters
+from .model.adapter import read_adapter_config as read_adapter_config
 from .model.adapter_options import AdapterOptions as AdapterOptions
 from .model.adapter_options import ExternalAdapterInjection as ExternalAdapterInjection
 from .model.adapter_options import apply_adapter as apply_adapter

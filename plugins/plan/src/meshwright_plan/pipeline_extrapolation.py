@@ -47,7 +47,7 @@ class StageCostModel(Protocol):
         """Return a config whose stages have these numbers of blocks."""
 
     def find_steady_state(self, ranks: int, rows: int) -> tuple[int, int] | None:
-        """Return (start, period), or None: from `start` microbatches of `rows` rows on, every `period` adds the same."""
+        """Return (start, period): from `start` microbatches of `rows` rows on, each `period` adds the same; or None."""
 
     def placement(self, ranks: int, sequences: int) -> tuple[int, ...]:
         """Return the rank of each stage."""

@@ -214,6 +214,81 @@ def export(
     echo(f"written {output}\n")
 
 
+def evaluate(
+    model: Annotated[
+        str,
+        typer.Argument(help="Run directory, checkpoint, model directory, or Hub id.", metavar="MODEL"),
+    ],
+    data: Annotated[
+        list[str] | None,
+        typer.Option(help="Files of a set, GLOB or NAME=GLOB; repeatable. Default: the evaluation sets of the run."),
+    ] = None,
+    format: Annotated[
+        str | None, typer.Option(help="Format of the files, such as text or messages; default: detected.")
+    ] = None,
+    max_sequences: Annotated[
+        int | None, typer.Option(min=1, help="Sequences of each set, spread evenly; default: all.")
+    ] = None,
+    assignments: SetOption = None,
+    json_file: Annotated[
+        str | None, typer.Option("--json", help="Write the results to this file as JSON; -: standard output.")
+    ] = None,
+    key_file: KeyFile = None,
+    traceback: TracebackOption = False,
+) -> None:
+    """Evaluate a model: loss, perplexity and token accuracy of each set, under any layout.
+
+    \b
+    Examples:
+      meshwright eval runs/stdlib
+      meshwright eval path/to/model --data news='news/*.jsonl' --set strategy=single
+    """
+    with exit_on_error(traceback, on_all_ranks=True):
+        join_launcher()
+    with exit_on_error(traceback):
+        from .evaluate import build_eval_job, run_evaluation
+
+        job = build_eval_job(
+            model,
+            data or [],
+            format=format,
+            assignments=assignments or [],
+            max_sequences=max_sequences,
+            key_file=key_file,
+            json_file=json_file,
+        )
+        code = run_evaluation(job, show_traceback=traceback)
+    exit_process(code)
+
+
+def chat(
+    model: Annotated[
+        str, typer.Argument(help="Run directory, checkpoint, model directory, or Hub id.", metavar="MODEL")
+    ],
+    system: Annotated[str | None, typer.Option(help="System message of the conversation.")] = None,
+    max_new_tokens: Annotated[int, typer.Option(min=1, help="Most tokens of an answer.")] = 256,
+    temperature: Annotated[float, typer.Option(min=0, help="Sampling temperature; 0: the most likely token.")] = 0.7,
+    top_p: Annotated[float, typer.Option(min=0, max=1, help="Sample from the most likely tokens of this mass.")] = 0.95,
+    seed: Annotated[int, typer.Option(min=0, help="Seed of the sampling.")] = 0,
+    nproc: Annotated[int, typer.Option(min=1, help="Ranks that shard the model with fsdp2; 1: one process.")] = 1,
+    key_file: KeyFile = None,
+    traceback: TracebackOption = False,
+) -> None:
+    """Chat with a model in the terminal. Answers appear as they are generated.
+
+    \b
+    Examples:
+      meshwright chat runs/sft
+      meshwright chat path/to/model --system 'Answer in one sentence.' --temperature 0
+    """
+    with exit_on_error(traceback):
+        from .chat import ChatOptions, run_chat
+
+        options = ChatOptions(system, max_new_tokens, temperature, top_p, seed)
+        code = run_chat(model, options, nproc=nproc, key_file=key_file, show_traceback=traceback)
+    exit_process(code)
+
+
 def show_data(
     run_file: RunFileArgument,
     assignments: Annotated[

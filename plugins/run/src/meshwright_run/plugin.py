@@ -6,13 +6,14 @@ import typer
 
 from meshwright.plugin import hookimpl
 
-from .commands import export, init, schema, show_checkpoint, show_data, train, verify_checkpoint
+from .commands import chat, evaluate, export, init, schema, show_checkpoint, show_data, train, verify_checkpoint
 
 
 @hookimpl
 def register_commands(app: typer.Typer) -> None:
-    for command in (train, export, schema, init):
+    for command in (train, chat, export, schema, init):
         app.command()(command)
+    app.command("eval")(evaluate)
     checkpoints = typer.Typer(help="Inspect checkpoints.", no_args_is_help=True)
     checkpoints.command("show")(show_checkpoint)
     checkpoints.command("verify")(verify_checkpoint)

@@ -1,0 +1,324 @@
+"""Evaluate a model on sets of data, under any layout: loss, perplexity and token accuracy."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed as dist
+from rich.console import Console
+
+from meshwright.plugin import (
+    ADAPTER_CONFIG,
+    IGNORE_INDEX,
+    ConfigError,
+    Mesh,
+    StorageOptions,
+    StrategyManager,
+    apply_assignments,
+    create_output_console,
+    echo,
+    is_launched,
+    is_url,
+    list_checkpoints,
+    load_checkpoint,
+    open_storage,
+    open_world,
+    read_adapter_config,
+    read_json_object,
+    read_manifest,
+    read_signing_key,
+    resolve,
+    storage_exists,
+    validate_config,
+    write_atomically,
+)
+
+from .data.progress import CONSOLE
+from .data.train_sampler import DataShard, build_datasets, read_eval_microbatches
+from .init_wizard.answers import guess_format
+from .launch.rank_process import heartbeat, run_guarded
+from .loop_setup import build_data_shard
+from .metrics_report import format_eval_set
+from .preflight import (
+    build_run_model,
+    count_local_ranks,
+    download_model,
+    needs_padding_mask,
+    prepare_data_and_model_config,
+    resolve_model,
+)
+from .run_directory import RunDirectory
+from .run_file import RunConfig, read_values
+
+if TYPE_CHECKING:
+    from torch.distributed import Store
+
+    from .data.packing import RowDataset
+
+_KEPT_SECTIONS = (
+    *("strategy", "strategy_config", "wrapper_config", "nproc", "threads_per_rank", "device", "timeout_s", "seed"),
+    *("dp_size", "dp_replicate_size", "tp_size", "pp_size", "cp_size", "ep_size"),
+    *("model", "data", "seq_len", "micro_batch_size"),
+)
+"""Keys of a run file that say how a model is evaluated."""
+_MICRO_BATCH_SIZE, _SEQ_LEN = 8, 1024
+"""Defaults for a model without a run file; `_SEQ_LEN` is an upper limit."""
+_MICROBATCHES_PER_BLOCK = 16
+"""Micro-batches whose statistics are in memory at once."""
+
+
+@dataclass(frozen=True)
+class EvalJob:
+    """What is evaluated: a model with its sets and its layout, and a checkpoint to load into it (None: none)."""
+
+    config: RunConfig
+    checkpoint: str | None
+    key_file: str | None
+    max_sequences: int | None
+    json_file: str | None
+    name: str
+
+
+@dataclass(frozen=True)
+class SetResult:
+    """Sums of one set: negative log-likelihood [nats], tokens whose most likely continuation is right, tokens."""
+
+    nll: float
+    num_correct: int
+    num_tokens: int
+    num_sequences: int
+
+    def to_dict(self) -> dict[str, float | int]:
+        loss = self.nll / self.num_tokens if self.num_tokens else math.nan
+        return {
+            "loss": loss,
+            "perplexity": math.exp(loss) if loss < 700 else math.inf,
+            "accuracy": self.num_correct / self.num_tokens if self.num_tokens else math.nan,
+            "tokens": self.num_tokens,
+            "sequences": self.num_sequences,
+        }
+
+
+def build_eval_job(
+    target: str,
+    data: Sequence[str] = (),
+    *,
+    format: str | None = None,
+    assignments: Sequence[str] = (),
+    max_sequences: int | None = None,
+    key_file: str | None = None,
+    json_file: str | None = None,
+) -> EvalJob:
+    """Return the evaluation of a run directory, a checkpoint, a model directory or a model of the Hub.
+
+    Args:
+        target: path, URL of a checkpoint, or Hub id.
+        data: globs of files, or `NAME=GLOB`; empty: the evaluation sets of the run.
+        format: format of these files; None: guessed from the first object.
+        assignments: changes of the run file, `key=value`.
+    """
+    values, checkpoint = read_target(target, key_file)
+    values = {key: each for key, each in values.items() if key in _KEPT_SECTIONS and each is not None}
+    if data:
+        values["data"] = {**_keep_tokenization(values.get("data") or {}), **_build_data_section(data, format)}
+    elif not values.get("data"):
+        raise ConfigError(f"{target} is a model, and says nothing of data. Give files: --data 'eval/*.jsonl'.")
+    # The model brings its tokenizer, also one that its run has trained.
+    values["data"] = {key: each for key, each in values["data"].items() if key != "vocab_size"}
+    values.setdefault("micro_batch_size", _MICRO_BATCH_SIZE)
+    values |= {"steps": 1, "batch_size": 1, "sample": None}
+    values = apply_assignments(values, assignments)
+    config = validate_config(RunConfig, values, where=target)
+    return EvalJob(config, checkpoint, key_file, max_sequences, json_file, target)
+
+
+def read_target(target: str, key_file: str | None) -> tuple[dict[str, Any], str | None]:
+    """Return the values of a run file, and the checkpoint to load."""
+    directory = Path(target).expanduser()
+    if is_url(target) or (directory / "checkpoint.json").exists():
+        return _read_checkpoint(target, key_file)
+    run = RunDirectory(directory)
+    if run.run_file.is_file():
+        values = read_values(run.run_file)
+        if run.model.is_dir():
+            values["model"] = _describe_model(run.model, values["model"])
+            return values, None
+        config = validate_config(RunConfig, values, where=str(run.run_file))
+        found = list_checkpoints(RunDirectory.from_config(config).checkpoint_storage)
+        if not found:
+            raise ConfigError(f"{target} is a run without a model and without a checkpoint. Train it first.")
+        return _read_checkpoint(str(found[0]), key_file)
+    if directory.is_dir() and list(directory.glob("*/checkpoint.json")):
+        newest = list_checkpoints(open_storage(directory))[0]
+        return _read_checkpoint(str(newest), key_file)
+    model = _describe_model(directory if directory.is_dir() else target, {})
+    return {"model": model, "seq_len": _choose_seq_len(Path(model["path"]))}, None
+
+
+def _read_checkpoint(target: str, key_file: str | None) -> tuple[dict[str, Any], str]:
+    storage = open_storage(target, read_storage_options(key_file))
+    if not storage_exists(storage):
+        raise ConfigError(f"{target} does not exist, or holds no checkpoint.")
+    manifest = read_manifest(storage)
+    run = manifest.extra.get("run")
+    values: dict[str, Any] = dict(run) if isinstance(run, Mapping) else {}
+    if manifest.base is None:
+        values["model"] = {"checkpoint": target, "dtype": (values.get("model") or {}).get("dtype", "float32")}
+        return values, target
+    if "model" not in values:
+        raise ConfigError(
+            f"{target} holds adapters of a script's model. Export them (meshwright export {target} DIR), and name DIR."
+        )
+    return values, target
+
+
+def read_storage_options(key_file: str | None) -> StorageOptions:
+    return StorageOptions(None if key_file is None else read_signing_key(key_file, where="--key-file"))
+
+
+def _describe_model(place: str | Path, section: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the section `model` for a directory, which may hold an adapter of peft."""
+    dtype = {"dtype": section["dtype"]} if "dtype" in section else {}
+    if not isinstance(place, Path) or not (place / ADAPTER_CONFIG).is_file():
+        return {"path": str(place), **dtype}
+    base = section.get("path") or read_adapter_config(place).base_model_name_or_path
+    trusted = {key: section[key] for key in ("revision", "trust_remote_code", "allow_pickle") if key in section}
+    return {"path": str(base), **dtype, **trusted, "peft": {"adapter": str(place)}}
+
+
+def _choose_seq_len(model: Path) -> int:
+    """Return the default length of sequences: at most the positions of the model."""
+    file = model / "config.json"
+    config = read_json_object(file) if file.is_file() else {}
+    positions = (config.get("text_config") or config).get("max_position_embeddings")
+    return min(_SEQ_LEN, positions) if isinstance(positions, int) and positions > 1 else _SEQ_LEN
+
+
+def _keep_tokenization(section: Mapping[str, Any]) -> dict[str, Any]:
+    kept = ("tokenizer", "seq_len", "loss_on", "chat_template", "cache_dir", "text_field")
+    return {key: section[key] for key in kept if section.get(key) is not None}
+
+
+def _build_data_section(globs: Sequence[str], format: str | None) -> dict[str, Any]:
+    patterns: dict[str, str] = {}
+    for each in globs:
+        name, separator, pattern = each.partition("=")
+        if not separator or "/" in name or "*" in name:
+            name, pattern = Path(each).name.split(".")[0].strip("*") or "data", each
+        if name in patterns:
+            raise ConfigError(f"--data: two sets are called {name!r}. Name them: --data NAME={pattern!r}.")
+        patterns[name] = pattern
+    sets = {name: {"files": each, "format": format or guess_format([each])} for name, each in patterns.items()}
+    return {"sources": list(sets.values()), "eval_sets": sets, "eval_fraction": 0.0}
+
+
+def run_evaluation(job: EvalJob, *, show_traceback: bool = False) -> int:
+    """Evaluate on the ranks that a launcher has started, or start them here; return the exit code."""
+    if is_launched():
+        return run_guarded(evaluate_on_rank, (job,), show_traceback=show_traceback)
+    count = count_local_ranks(job.config)
+    with CONSOLE.status("preparing the data"):
+        _fit_batch_size(job.config, count)
+        prepare_data_and_model_config(job.config, resolve_model(job.config.model))
+    if count == 1:
+        return run_guarded(evaluate_on_rank, (job,), show_traceback=show_traceback)
+    from .launch.local import launch_ranks
+
+    return launch_ranks(evaluate_on_rank, (job,), nproc=count, show_traceback=show_traceback)
+
+
+def _fit_batch_size(config: RunConfig, world_size: int) -> tuple[Any, Any, int]:
+    """Return the stack, the degrees and the sequences of a micro-batch; the batch size does not count here."""
+    stack, degrees = resolve(
+        config.strategy, config, world_size, config=config.strategy_config, wrapper_config=config.wrapper_config
+    )
+    return stack, degrees, config.micro_batch_size or _MICRO_BATCH_SIZE
+
+
+def evaluate_on_rank(store: Store | None, job: EvalJob) -> None:
+    """Evaluate on this rank, and print the results on the first. Collective."""
+    config = job.config
+    if config.threads_per_rank != "auto":
+        torch.set_num_threads(config.threads_per_rank)
+    with (
+        heartbeat(config.timeout_s, None) as progress,
+        open_world(config.device, store=store, timeout_s=config.timeout_s) as world,
+    ):
+        world.progress = progress
+        commit = download_model(config.model, world)
+        stack, degrees, rows = world.run_on_all_ranks(lambda: _fit_batch_size(config, world.size))
+        resolved = world.run_on_all_ranks(lambda: resolve_model(config.model, commit=commit))
+        data, hf_config = world.run_on_all_ranks(lambda: prepare_data_and_model_config(config, resolved))
+        masks = needs_padding_mask(hf_config)
+        datasets = world.run_on_all_ranks(lambda: build_datasets(data, config.data, mask_padding=masks))
+        manager = stack.build(Mesh(degrees, world))
+        manager.parallelize(
+            *world.run_on_all_ranks(lambda: build_run_model(config.model, resolved, hf_config, seed=config.seed))
+        )
+        if job.checkpoint is not None:
+            load_checkpoint(manager, open_storage(job.checkpoint, read_storage_options(job.key_file)))
+        shard = build_data_shard(degrees, rows, manager.mesh.data_rank)
+        results = {
+            name: evaluate_set(manager, each, shard, max_sequences=job.max_sequences)
+            for name, each in datasets.eval_sets.items()
+        }
+        if world.rank == 0:
+            report_results(job, results)
+
+
+def evaluate_set(
+    manager: StrategyManager, dataset: RowDataset, shard: DataShard, *, max_sequences: int | None = None
+) -> SetResult:
+    """Return the sums of one set over all its supervised tokens. Collective.
+
+    `max_sequences`: sequences, spread evenly over the set; None: all.
+    """
+    count = None if max_sequences is None else min(max_sequences, len(dataset))
+    batches = read_eval_microbatches(dataset, shard, num_rows=count)
+    sums = torch.zeros(3, dtype=torch.float64)
+    for start in range(0, len(batches), _MICROBATCHES_PER_BLOCK):
+        block = [
+            {name: each for name, each in batch.items() if name not in dataset.column_specs}
+            for batch in batches[start : start + _MICROBATCHES_PER_BLOCK]
+        ]
+        for batch, found in zip(block, manager.token_stats(block, ["log_probs", "is_top1"]), strict=True):
+            sums += torch.stack(
+                [
+                    -found["log_probs"].sum(dtype=torch.float64).cpu(),
+                    found["is_top1"].sum(dtype=torch.float64).cpu(),
+                    (batch["labels"][:, 1:] != IGNORE_INDEX).sum(dtype=torch.float64),
+                ]
+            )
+    mesh = manager.mesh
+    if not mesh.is_data_leader:
+        sums.zero_()
+    mesh.world.reduce_ints([0])
+    dist.all_reduce(sums, group=mesh.world.group)
+    nll, correct, tokens = sums.tolist()
+    return SetResult(nll, int(correct), int(tokens), count or len(dataset))
+
+
+def report_results(job: EvalJob, results: Mapping[str, SetResult]) -> None:
+    """Print the results as a table, or write them as JSON."""
+    found = {"model": job.name, "sets": {name: each.to_dict() for name, each in results.items()}}
+    if job.json_file == "-":
+        echo(json.dumps(found, indent=2) + "\n")
+        return
+    if job.json_file is not None:
+        write_atomically(Path(job.json_file), json.dumps(found, indent=2) + "\n")
+    console: Console = create_output_console(80)
+    console.print(f"{'set':<14}{'loss':>10}{'perplexity':>12}{'accuracy':>10}{'tokens':>12}", highlight=False)
+    for name, each in results.items():
+        values = each.to_dict()
+        console.print(
+            f"{format_eval_set(name):<14}{values['loss']:>10.6f}{values['perplexity']:>12.2f}"
+            f"{values['accuracy']:>10.2%}{values['tokens']:>12,}",
+            highlight=False,
+            markup=False,
+        )

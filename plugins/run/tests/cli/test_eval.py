@@ -1,0 +1,83 @@
+"""`meshwright eval`: the losses of a run, of its checkpoint and of its files, under other layouts and on other data."""
+
+from __future__ import annotations
+
+import json
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import yaml
+from support.commands import run_command, write_run
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+RELATIVE = 1e-6
+
+
+@pytest.fixture(scope="module")
+def run_file(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = write_run(tmp_path_factory.mktemp("evaluated"))
+    values = yaml.safe_load(path.read_text()) | {"checkpoint": {"every": 1}}
+    path.write_text(yaml.safe_dump(values))
+    found = run_command("train", str(path))
+    assert found.returncode == 0, found.stderr
+    return path
+
+
+def evaluate(*arguments: str) -> dict[str, Any]:
+    found = run_command("eval", *arguments, "--json", "-")
+    assert found.returncode == 0, found.stderr
+    sets: dict[str, Any] = json.loads(found.stdout)["sets"]
+    return sets
+
+
+@pytest.mark.parametrize("place", ["out", "out/checkpoints/step-00000002"])
+@pytest.mark.parametrize("layout", [["nproc=2"], ["nproc=1"], ["strategy=single", "nproc=1"], ["nproc=2", "tp_size=2"]])
+def test_a_run_and_its_checkpoint_have_the_loss_that_the_run_reported(
+    run_file: Path, place: str, layout: list[str]
+) -> None:
+    options = [each for value in layout for each in ("--set", value)]
+    if "strategy=single" in layout:
+        options += ["--set", "strategy_config={}"]
+    found = evaluate(str(run_file.parent / place), *options)["held_out"]
+    summary = json.loads((run_file.parent / "out" / "summary.json").read_text())
+    assert found["loss"] == pytest.approx(summary["held_out_loss"], rel=RELATIVE)
+    assert found["perplexity"] == pytest.approx(math.exp(found["loss"]), rel=RELATIVE)
+
+
+def test_a_model_is_evaluated_on_files_as_transformers_computes_it(run_file: Path, tmp_path: Path) -> None:
+    texts = ["4 is odd, 7 is even", "other words"]
+    (tmp_path / "news.jsonl").write_text("".join(json.dumps({"text": each}) + "\n" for each in texts))
+    directory = run_file.parent / "out" / "model"
+    options = ["--set", "nproc=2", "--set", "data.packing=none", "--set", "device=cpu"]
+    found = evaluate(str(directory), "--data", f"news={tmp_path / 'news.jsonl'}", *options)["news"]
+    model, tokenizer = AutoModelForCausalLM.from_pretrained(directory), AutoTokenizer.from_pretrained(directory)
+    nll, correct, tokens = 0.0, 0, 0
+    for text in texts:
+        ids = tokenizer(text + tokenizer.eos_token, return_tensors="pt")["input_ids"][:, :32]
+        with torch.no_grad():
+            log_probs = model(ids).logits[0, :-1].double().log_softmax(-1)
+        nll -= float(log_probs.gather(1, ids[0, 1:, None]).sum())
+        correct += int((log_probs.argmax(-1) == ids[0, 1:]).sum())
+        tokens += ids.shape[1] - 1
+    assert (found["tokens"], found["accuracy"]) == (tokens, pytest.approx(correct / tokens))
+    assert found["loss"] == pytest.approx(nll / tokens, rel=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["{out}/model"], "is a model, and says nothing of data. Give files: --data"),
+        (["{out}", "--data", "missing/*.txt"], "missing/*.txt"),
+        (["{out}", "--data", "a.txt", "--data", "b/a.txt"], "two sets are called 'a'"),
+        (["{out}", "--set", "tp_size=3"], "tp_size"),
+        (["{out}/checkpoints/step-00000009"], "step-00000009"),
+    ],
+)
+def test_what_cannot_be_evaluated_is_one_line(run_file: Path, arguments: list[str], message: str) -> None:
+    out = str(run_file.parent / "out")
+    found = run_command("eval", *(each.format(out=out) for each in arguments))
+    assert (found.returncode, message in found.stderr) == (2, True), found.stderr
+    assert "Traceback" not in found.stderr
