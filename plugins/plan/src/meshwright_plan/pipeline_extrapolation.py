@@ -47,7 +47,7 @@ class StageCostModel(Protocol):
         """Return a config whose stages have these numbers of blocks."""
 
     def find_steady_state(self, ranks: int, rows: int) -> tuple[int, int] | None:
-        """Return (start, period), or None: from `start` microbatches of `rows` rows on, every `period` adds the same."""
+        """Return (start, period) or None: from `start` microbatches of `rows` rows on, each `period` adds the same."""
 
     def placement(self, ranks: int, sequences: int) -> tuple[int, ...]:
         """Return the rank of each stage."""
@@ -266,13 +266,13 @@ class _SmallPipelines:
                 for point in self.extrapolation.points
             }
             terms.append((weight, self.extrapolation.extrapolate(target, reports)))
-        made = combine_reports(terms)
-        made["step_seconds"] += self._schedule_seconds(list(self.stages.blocks_per_stage), ranks, count)
-        busy = made["busy_seconds"]
-        made["busy_seconds"] = _rename_message_streams(
+        report = combine_reports(terms)
+        report["step_seconds"] += self._schedule_seconds(list(self.stages.blocks_per_stage), ranks, count)
+        busy = report["busy_seconds"]
+        report["busy_seconds"] = _rename_message_streams(
             busy, lambda away: (stage + away) % ranks * self.ranks_per_stage + within
         )
-        return {**made, "rank": rank}
+        return {**report, "rank": rank}
 
     def _get_report(self, point: Point, rank: int, *, is_timed: bool = False) -> RankReport:
         """Return the report of a rank of a small pipeline. Its seconds are those that the schedule does not explain."""
