@@ -62,21 +62,21 @@ class Extrapolation:
         predicted, checked = self.interpolate(self.check_point, reports), reports[self.check_point]
         if not reports_match(predicted, checked):
             raise NotLinearError
-        made = self.interpolate(point, reports)
+        report = self.interpolate(point, reports)
         last = max(map(sum, self.blocks))
         step = sum(self.check_point[0]) - last
         # Distance of the job beyond the frame of blocks, in units of the distance of the check.
         beyond = max(Fraction(0), Fraction(sum(point[0]) - last, step)) if step else Fraction(0)
         for key in APPROXIMATE_KEYS:
             if key in checked and key != RESERVED_KEY:
-                made[key] = combine_approximately(
-                    ((Fraction(1), made[key]), (-beyond, predicted[key]), (beyond, checked[key]))
+                report[key] = combine_approximately(
+                    ((Fraction(1), report[key]), (-beyond, predicted[key]), (beyond, checked[key]))
                 )
-        if made[PEAK_KEY] != max(made[PEAK_BY_PHASE_KEY].values()):
+        if report[PEAK_KEY] != max(report[PEAK_BY_PHASE_KEY].values()):
             raise NotLinearError
-        if RESERVED_KEY in made:
-            made[RESERVED_KEY] = made[PEAK_KEY] + self._extrapolate_spare(point, reports)
-        return made
+        if RESERVED_KEY in report:
+            report[RESERVED_KEY] = report[PEAK_KEY] + self._extrapolate_spare(point, reports)
+        return report
 
     def _extrapolate_spare(self, point: Point, reports: Mapping[Point, RankReport]) -> int:
         spare = {each: reports[each][RESERVED_KEY] - reports[each][PEAK_KEY] for each in self.points}
@@ -179,8 +179,8 @@ def _combine_exactly(terms: WeightedValues) -> Any:
         # A missing name means 0, and a sum of 0 is omitted.
         names = dict.fromkeys(name for value in values for name in value)
         everywhere = {name for name in names if all(name in value for value in values)}
-        made = {name: _combine_exactly([(factor, value.get(name, 0)) for factor, value in terms]) for name in names}
-        return {name: value for name, value in made.items() if name in everywhere or value}
+        sums = {name: _combine_exactly([(factor, value.get(name, 0)) for factor, value in terms]) for name in names}
+        return {name: value for name, value in sums.items() if name in everywhere or value}
     elif all(isinstance(value, list) and len(value) == len(first) for value in values):
         factors = [factor for factor, _ in terms]
         return [_combine_exactly(list(zip(factors, row, strict=True))) for row in zip(*values, strict=True)]

@@ -199,11 +199,11 @@ def build_device_spec(
 def _fit_node(base: NodeSpec, samples: Sequence[CollectiveSample], ranks_per_node: int, *, is_cpu: bool) -> NodeSpec:
     if not samples:
         return base
-    made = fit_node(samples, base.model_copy(update={"ranks": ranks_per_node, "slowdown_factors": {}}))
+    node = fit_node(samples, base.model_copy(update={"ranks": ranks_per_node, "slowdown_factors": {}}))
     if any(len({rank // ranks_per_node for rank in each.ranks}) > 1 for each in samples):
-        return made
+        return node
     # A single node; perhaps not all of its devices were measured.
-    return made.model_copy(
+    return node.model_copy(
         update={"ranks": max(ranks_per_node, base.ranks if is_cpu else torch.accelerator.device_count())}
     )
 

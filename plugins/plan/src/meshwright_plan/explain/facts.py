@@ -133,7 +133,7 @@ def collect_facts(config: RunConfig, world_size: int) -> RunFacts:
         action = choose_run_action(config, config.steps)
     except MeshwrightError as error:
         refusal = str(error)
-    parameters, trainable = (sum(each.numel() for each in those) for those in (all_parameters, trained))
+    parameters, trainable = (sum(each.numel() for each in group) for group in (all_parameters, trained))
     return RunFacts(
         config, job, parameters, trainable, memory, plan, reason, _compute_learning_rates(config), action, refusal
     )

@@ -77,11 +77,11 @@ def _describe_layout(facts: RunFacts) -> Iterator[str]:
 def _merge_equal_ranks(lines: Mapping[int, Sequence[str]]) -> Iterator[str]:
     """Return the lines of planned ranks, with the ranks that share them."""
     alike: dict[tuple[str, ...], list[int]] = {}
-    for rank, those in lines.items():
-        alike.setdefault(tuple(those), []).append(rank)
-    for those, ranks in alike.items():
+    for rank, rank_lines in lines.items():
+        alike.setdefault(tuple(rank_lines), []).append(rank)
+    for rank_lines, ranks in alike.items():
         named = f"rank{'s' if len(ranks) > 1 else ''} {_join_names([str(rank) for rank in ranks])}: "
-        yield from (f"{named if len(alike) > 1 else ''}{line}" for line in those)
+        yield from (f"{named if len(alike) > 1 else ''}{line}" for line in rank_lines)
 
 
 def _describe_memory(facts: RunFacts) -> Iterator[str]:

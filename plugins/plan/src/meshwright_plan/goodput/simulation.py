@@ -271,14 +271,16 @@ class _Simulation:
         first = until_save * self.round_s + self.checkpoint_blocking
         saves = np.where(elapsed < first, 0.0, 1 + np.floor((elapsed - first) / self.period))
         since = elapsed - np.where(saves > 0, first + (saves - 1) * self.period, 0.0)
-        whole = np.minimum(np.floor(since / self.round_s), np.where(saves > 0, self.rounds_per_checkpoint, until_save))
-        rest = since - whole * self.round_s
-        is_saving = whole == np.where(saves > 0, self.rounds_per_checkpoint, until_save)
+        full_rounds = np.minimum(
+            np.floor(since / self.round_s), np.where(saves > 0, self.rounds_per_checkpoint, until_save)
+        )
+        rest = since - full_rounds * self.round_s
+        is_saving = full_rounds == np.where(saves > 0, self.rounds_per_checkpoint, until_save)
         stepping = np.where(is_saving, 0.0, np.minimum(rest, self.steps_s))
-        rounds = np.where(saves > 0, until_save + (saves - 1) * self.rounds_per_checkpoint, 0.0) + whole
+        rounds = np.where(saves > 0, until_save + (saves - 1) * self.rounds_per_checkpoint, 0.0) + full_rounds
         # The last replica before a save was sent before the save blocked, and before it waited.
         under_way = np.where(
-            whole > 0, rest, since + self.checkpoint_blocking + np.where(saves > 1, self.checkpoint_wait, 0.0)
+            full_rounds > 0, rest, since + self.checkpoint_blocking + np.where(saves > 1, self.checkpoint_wait, 0.0)
         )
         written = saves - ((saves > 0) & (since < self.checkpoint_write))
         return (
@@ -325,5 +327,5 @@ class _Simulation:
 
     def build_result(self) -> SimulationResult:
         parts = dict(self.spent, recomputed=self.spent["recomputed"] - self.spent["useful"])
-        whole = self.seconds[:, None]
-        return SimulationResult({name: each / whole for name, each in parts.items()}, self.failures, self.disk_restores)
+        total = self.seconds[:, None]
+        return SimulationResult({name: each / total for name, each in parts.items()}, self.failures, self.disk_restores)
