@@ -371,9 +371,13 @@ def page(text: str, directory: Path) -> str:
     (directory / "run.yaml").write_text(run_file)
 
     def block(found: re.Match[str]) -> str:
-        line = [sys.executable, "-m", *shlex.split(found[1])]
+        command, _, part = found[1].partition(" | ")
+        line = [sys.executable, "-m", *shlex.split(command)]
         printed = subprocess.run(line, cwd=directory, stdout=subprocess.PIPE, text=True, timeout=120, check=True).stdout
         printed = printed.replace(str(directory.resolve()), HOME).split(f"\n# {HOME}")[0].rstrip("\n")
+        if part:
+            done = subprocess.run(shlex.split(part), input=printed, stdout=subprocess.PIPE, text=True, check=True)
+            printed = done.stdout.rstrip("\n")
         return f"```console\n$ {found[1]}\n{printed}\n```"
 
     return re.sub(r"```console\n\$ ([^\n]*)\n.*?```", block, text, flags=re.DOTALL)

