@@ -140,7 +140,7 @@ def test_what_is_not_whole_is_named_and_an_older_one_is_taken(damage: str, saved
     results = pool(2).run(_load_and_find, str(root))
     for error, same, found, _ in results:
         assert re.search(expected, error), error
-        assert "Others beside it: step-00000001" in error
+        assert "Others there: step-00000001" in error
         assert same, "a checkpoint that is refused may change nothing"
         assert found == str(step_directory(root, 1))
     assert len([text for _, _, _, texts in results for text in texts if "An older one is tried" in text]) == 1

@@ -169,7 +169,7 @@ def test_options_of_a_wrapper_whose_axis_has_one_rank_act_on_nothing_and_say_so(
     for config in ({"schedule": "gpipe"}, StagesConfig()):
         stack, degrees = resolve("shards", MeshSizes(), 4, wrapper_config={"stages": config}, registry=registry)
         assert str(stack) == "shards"
-        with pytest.warns(UserWarning, match=r"StagesConfig acts on nothing here: pp_size is 1\."):
+        with pytest.warns(UserWarning, match=r"StagesConfig has no effect here: pp_size is 1\."):
             stack.build(SimpleNamespace(degrees=degrees, rank=0))
         # The other ranks say nothing.
         with warnings.catch_warnings():

@@ -83,7 +83,7 @@ def test_what_experts_share_is_refused() -> None:
         check_expert_parallel(model, 2)
     model = nn.ModuleDict({"first": _Stacked(4)})
     model["first"].norm = nn.LayerNorm(8)
-    with pytest.raises(ModelError, match=r"first\.norm\.bias beside its stacked parameters"):
+    with pytest.raises(ModelError, match=r"first\.norm\.bias besides its stacked parameters"):
         check_expert_parallel(model, 2)
 
 

@@ -194,7 +194,7 @@ def _mixed_up(case: str) -> str:
         [
             ("size", "MeshError: tp_size=2, but device_mesh has 1. Leave tp_size out."),
             ("device", "MeshError: device_mesh and device both say where"),
-            ("experts alone", "MeshError: moe_mesh is the mesh for experts beside device_mesh"),
+            ("experts alone", "MeshError: moe_mesh is the mesh of the experts and needs device_mesh"),
             ("no mesh", "MeshError: a manager takes a meshwright.Mesh or a DeviceMesh of torch, not a str"),
             ("no config", "ConfigError: strategy_config of 'fsdp2' takes a FSDP2Config, not a "),
             ("replicated", "ReplicateSizeError: dp_shard=2, but ddp shards dp_replicate"),

@@ -299,8 +299,8 @@ class AdapterExporter:
         if lost:
             some = ", ".join(lost[:3]) + (", ..." if len(lost) > 3 else "")
             raise CheckpointError(
-                f"the checkpoint {self._stored.storage} holds what was trained beside its adapters, and the "
-                f"directory of an adapter has no place for: {some}. Train it by peft's modules_to_save; or write the "
+                f"the checkpoint {self._stored.storage} holds parameters trained besides its adapters, and the "
+                f"directory of an adapter cannot hold: {some}. Train it by peft's modules_to_save; or write the "
                 f"merged model: meshwright export --merge."
             )
 

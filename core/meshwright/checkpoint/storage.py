@@ -274,7 +274,7 @@ def format_siblings(storage: Storage) -> str:
         names = [sibling.name for _, sibling in list_step_checkpoints(storage.parent) if sibling.name != storage.name]
     except OSError:
         return ""
-    return f" Others beside it: {', '.join(names[:5])}." if names else ""
+    return f" Others there: {', '.join(names[:5])}." if names else ""
 
 
 def retry(operation: Callable[[], T], options: StorageOptions, description: str) -> T:

@@ -82,7 +82,7 @@ class ChunkedCrossEntropy:
         if not self._is_chunked and self._is_requested and world.rank == 0:
             warn(
                 f"the loss of {self._model_name} needs whole logits, rows x vocabulary "
-                f"({error or 'on another rank'}): loss_chunk_rows acts on nothing.",
+                f"({error or 'on another rank'}): loss_chunk_rows has no effect.",
                 stacklevel=2,
             )
 

@@ -91,8 +91,8 @@ def check_trainable(model: nn.Module, *, may_be_frozen: bool = False, supports_r
             )
     if has_router_loss(model) and not supports_router_loss:
         raise ModelError(
-            "config.output_router_logits=True asks for a router loss beside the token loss, which loops by hand, and "
-            "pipelines whose stages are given (patch_inner_model=false), do not add. Set it to False to train on the "
+            "config.output_router_logits=True asks for a router loss in addition to the token loss. Training loops of "
+            "users and pipelines of given stages (patch_inner_model=false) do not add it. Set it to False to train on the "
             "token loss alone."
         )
 
@@ -128,7 +128,7 @@ def warn_unused_options(
 
     for name, reason in (unsupported or {}).items():
         if is_set(name):
-            warn(f"{name}={getattr(config, name)} acts on nothing here: {reason}.", stacklevel=2)
+            warn(f"{name}={getattr(config, name)} has no effect here: {reason}.", stacklevel=2)
     for axis, options in by_axis.items():
         unused = [f"{name}={getattr(config, name)}" for name in options if is_set(name)]
         if unused and getattr(mesh.degrees, axis) == 1:

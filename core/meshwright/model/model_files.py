@@ -149,8 +149,8 @@ def _list_weight_files(index: Mapping[str, str], directory: Path, index_name: st
     outside = [name for name in names if PurePath(name).is_absolute() or ".." in PurePath(name).parts]
     if outside:
         raise ModelError(
-            f"{directory / index_name} names {outside[0]!r}, which is not in its own directory. Name files beside it, "
-            f"or write the directory again."
+            f"{directory / index_name} names {outside[0]!r}, which is not in this directory. Name files in the same "
+            f"directory, or write the directory again."
         )
     missing = [name for name in names if not (directory / name).is_file()]
     if missing:

@@ -51,7 +51,8 @@ class OptimizerGroup(FrozenModel):
         description="Decay of all parameters of the group; null: that of the top level, with its no_decay.",
     )
     options: dict[str, Any] = Field(
-        default={}, description="Further arguments, beside those of the top level unless `name` is another optimizer."
+        default={},
+        description="Further arguments, in addition to those of the top level unless `name` is another optimizer.",
     )
 
     @model_validator(mode="after")
@@ -130,6 +131,4 @@ class EMAConfig(FrozenModel):
         description="The decay of update n is at most (1 + n) / (10 + n), so that the first weights are left.",
     )
     evaluate: bool = Field(default=True, description="Evaluate the averaged weights, too, on each set: as NAME_ema.")
-    export: bool = Field(
-        default=True, description="Write the averaged model beside the model, in output_dir/model-ema."
-    )
+    export: bool = Field(default=True, description="Write the averaged model too, to output_dir/model-ema.")

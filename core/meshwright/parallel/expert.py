@@ -100,7 +100,7 @@ def _check_expert_parameters(model: nn.Module, experts: ExpertModule, ep_size: i
     for name in sorted(own_names):
         if "." in name.removeprefix(f"{experts.name}."):
             raise ModelError(
-                f"{experts.name} holds {name} beside its stacked parameters, which all of its experts share, so it "
+                f"{experts.name} has {name} besides its stacked parameters, which all of its experts share, so it "
                 f"cannot be divided over ep_size={ep_size} ranks. Use ep_size=1."
             )
 

@@ -115,8 +115,8 @@ def find_format_error(microbatches: Sequence[Batch], vocab_size: int | None = No
             )
         if _has_packed_documents(batch) and not batch["attention_mask"].all():
             return (
-                f"{about}: position_ids restart, so several documents share a row, beside an attention_mask with "
-                f"zeros, under which transformers would let them see each other. Leave the mask out: end each row with "
+                f"{about}: position_ids restart, so several documents share a row, and attention_mask has zeros, "
+                f"under which transformers would let them see each other. Leave the mask out: end each row with "
                 f"padding whose position_ids restart too, and whose labels are {IGNORE_INDEX}."
             )
         if vocab_size is not None:

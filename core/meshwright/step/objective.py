@@ -231,7 +231,7 @@ def call_objective(
     if not isinstance(value, Tensor) or value.dim() != 0 or not value.is_floating_point():
         raise ConfigError(f"the {objective.name} returns {_describe_value(value)}. {_RETURN_RULE}")
     if not isinstance(sums, Mapping):
-        raise ConfigError(f"the {objective.name} returns {_describe_value(sums)} beside its value. {_RETURN_RULE}")
+        raise ConfigError(f"the {objective.name} returns {_describe_value(sums)} besides its value. {_RETURN_RULE}")
     for name, each in sums.items():
         if not isinstance(name, str) or not isinstance(each, Tensor) or each.dim() != 0:
             raise ConfigError(f"the {objective.name} returns {_describe_value(each)} as {name!r}. {_RETURN_RULE}")

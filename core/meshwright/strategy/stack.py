@@ -51,7 +51,7 @@ class Stack:
         for layer in self.unused:
             if mesh.rank == 0:
                 sizes = " and ".join(f"{axis}_size" for axis in sorted(layer.spec.axes))
-                warn(f"{type(layer.config).__name__} acts on nothing here: {sizes} is 1.", stacklevel=2)
+                warn(f"{type(layer.config).__name__} has no effect here: {sizes} is 1.", stacklevel=2)
         manager = self._build_layers(mesh, [*self.wrappers, self.inner])
         manager.strategy = str(self)
         return manager

@@ -252,7 +252,7 @@ def _build_manager(
     known: Degrees | None = None
     if device_mesh is None:
         if moe_mesh is not None:
-            raise MeshError("moe_mesh is the mesh for experts beside device_mesh, which is missing. Give both.")
+            raise MeshError("moe_mesh is the mesh of the experts and needs device_mesh, which is missing. Give both.")
         call_world = world or open_world(device)
     else:
         if world is not None or device is not None:

@@ -129,7 +129,7 @@ class ContextParallel(Axis):
         if follows_mask and "attention_mask" in batch and "position_ids" not in batch:
             raise BatchError(
                 f"{self._name} computes positions from attention_mask, which cp_size={self.sequence_shard.num_ranks} "
-                f"cannot divide. Give position_ids beside it."
+                f"cannot divide. Give position_ids too."
             )
 
     def local(self, full: Tensor) -> Tensor:

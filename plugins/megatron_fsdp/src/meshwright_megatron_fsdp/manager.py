@@ -141,7 +141,7 @@ class MegatronFSDPManager(DataParallelManager):
             return
         remedy = "Name equal classes in megatron_fsdp_unit_modules, or set fsdp_double_buffer=False."
         if total == 0:
-            warn(f"fsdp_double_buffer=True acts on nothing here: the whole model is one unit. {remedy}", stacklevel=2)
+            warn(f"fsdp_double_buffer=True has no effect here: the whole model is one unit. {remedy}", stacklevel=2)
         elif unlike:
             warn(
                 f"fsdp_double_buffer=True serves {total - unlike} of {total} units, which are equal. The others have "

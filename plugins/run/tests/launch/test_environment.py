@@ -140,7 +140,7 @@ def test_tensor_and_context_options_act_on_nothing_at_one_rank_and_the_first_ran
     assert [reported for _, reported in plain] == [[], []]
     tensor, context = idle[0][1]
     assert tensor == f"sequence_parallel=True and tp_plan={PLAN} act on nothing here: tp_size is 1."
-    assert context == "cp_attention=ulysses acts on nothing here: cp_size is 1."
+    assert context == "cp_attention=ulysses has no effect here: cp_size is 1."
     assert idle[1][1] == []
 
 
@@ -151,8 +151,8 @@ LAYERS = ["LlamaAttention", "LlamaMLP"]
 @pytest.mark.parametrize(
     ("config", "reported"),
     [
-        ({"calculate_per_token_loss": True}, ["calculate_per_token_loss=True acts on nothing here: the loss is per"]),
-        ({"gradient_reduce_div_fusion": False}, ["gradient_reduce_div_fusion=False acts on nothing here: gradients"]),
+        ({"calculate_per_token_loss": True}, ["calculate_per_token_loss=True has no effect here: the loss is per"]),
+        ({"gradient_reduce_div_fusion": False}, ["gradient_reduce_div_fusion=False has no effect here: gradients"]),
         ({"fsdp_double_buffer": True}, []),
         (
             {"fsdp_double_buffer": True, "megatron_fsdp_unit_modules": LAYERS},
@@ -160,7 +160,7 @@ LAYERS = ["LlamaAttention", "LlamaMLP"]
         ),
         (
             {"fsdp_double_buffer": True, "megatron_fsdp_unit_modules": ["LlamaForCausalLM"]},
-            ["fsdp_double_buffer=True acts on nothing here: the whole model is one unit."],
+            ["fsdp_double_buffer=True has no effect here: the whole model is one unit."],
         ),
     ],
     ids=str,

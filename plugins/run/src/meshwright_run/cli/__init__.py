@@ -1,1 +1,0 @@
-"""Empty; the commands are in `meshwright_run.commands`."""
