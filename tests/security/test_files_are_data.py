@@ -227,7 +227,7 @@ def _models(files: _Files) -> Iterator[tuple[str, Case]]:
         (index / "model.safetensors").rename(index / "other.safetensors")
         weights = {"weight_map": {"lm_head.weight": f"{outside}/out/model/model.safetensors"}}
         (index / "model.safetensors.index.json").write_text(json.dumps(weights))
-        yield f"weights elsewhere, {number}: call", Case(("from_pretrained", str(index)), 2, "not in its own directory")
+        yield f"weights elsewhere, {number}: call", Case(("from_pretrained", str(index)), 2, "not in this directory")
 
 
 def _tokenizers(files: _Files) -> Iterator[tuple[str, Case]]:

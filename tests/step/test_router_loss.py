@@ -174,7 +174,7 @@ def _refused(kind: str) -> str:
     ("kind", "text"),
     mark_mostly_slow(
         [
-            ("given stages", "pipelines whose stages are given (patch_inner_model=false), do not add"),
+            ("given stages", "pipelines of given stages (patch_inner_model=false) do not add it"),
             ("another loss", "so its statistics over ranks are not known"),
             ("another loss under cp", "so its statistics over ranks are not known"),
         ]

@@ -92,8 +92,8 @@ def check_trainable(model: nn.Module, *, may_be_frozen: bool = False, supports_r
     if has_router_loss(model) and not supports_router_loss:
         raise ModelError(
             "config.output_router_logits=True asks for a router loss in addition to the token loss. Training loops of "
-            "users and pipelines of given stages (patch_inner_model=false) do not add it. Set it to False to train on the "
-            "token loss alone."
+            "users and pipelines of given stages (patch_inner_model=false) do not add it. Set it to False to train on "
+            "the token loss alone."
         )
 
 
