@@ -35,9 +35,9 @@ def measured(script: str, *arguments: str, file: Path) -> dict[str, Any]:
         (("watchdog.py", "--watchdog", "3"), "watched"),
         (("verifying.py", "--every", "2"), "verified"),
         (("verifying.py", "--every", "2", "--strategy", "fsdp2"), "verified"),
-        (("eyes.py", "--trackers", "tensorboard"), "eyes"),
+        (("observers.py", "--trackers", "tensorboard"), "observers"),
     ],
-    ids=["watchdog", "verifying ddp", "verifying fsdp2", "eyes"],
+    ids=["watchdog", "verifying ddp", "verifying fsdp2", "observers"],
 )
 def test_a_contest_is_held_and_both_sides_train_alike(script: tuple[str, ...], contest: str, tmp_path: Path) -> None:
     ratios = measured(*script, *TINY, file=tmp_path / "found.json")["strategies"][contest]
@@ -48,8 +48,8 @@ def test_a_contest_is_held_and_both_sides_train_alike(script: tuple[str, ...], c
 
 
 @pytest.mark.slow
-def test_what_a_copy_costs_is_reported_beside_steps_without(tmp_path: Path) -> None:
-    found = measured("copies.py", "--steps", "12", file=tmp_path / "found.json")["steps"]
+def test_what_a_replica_costs_is_reported(tmp_path: Path) -> None:
+    found = measured("replicas.py", "--steps", "12", file=tmp_path / "found.json")["steps"]
     assert found["copied"] + found["left_out"] == 6
     assert min(found[each] for each in ("state_bytes_per_rank", "after_none_s", "after_copy_s", "held_up_s")) > 0
 

@@ -1,4 +1,4 @@
-"""Results of benchmarks/fleet.py are those of the code; docs/reference/goodput.md names the defaults that the code
+"""Results of benchmarks/goodput.py are those of the code; docs/reference/goodput.md names the defaults that the code
 has."""
 
 from __future__ import annotations

@@ -5,7 +5,7 @@ which times its parts and reads memory, and all observers of a run: the report w
 file of the rank, the picture, and the trackers that are named. Norms by block and exposed communication are asked for
 in few steps, and not here. The method is that of `benchmarks/step.py`, whose README says how to read it.
 
-    python benchmarks/eyes.py --trackers tensorboard --json benchmarks/results/eyes-cpu.json
+    python benchmarks/observers.py --trackers tensorboard --json benchmarks/results/observers-cpu.json
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ CALLS = 2000
 
 
 @dataclass(frozen=True)
-class Eyes:
+class ObserverContest:
     """The contest; see `step.Contest`."""
 
     trackers: tuple[str, ...]
@@ -86,7 +86,7 @@ class Observers:
         world, self._held = manager.mesh.world, ExitStack()
         run = RunInfo(
             id="0" * 32,
-            name="eyes",
+            name="observers",
             strategy=manager.strategy,
             mesh=str(manager.mesh.degrees),
             world_size=world.size,
@@ -151,11 +151,11 @@ def main(arguments: Sequence[str]) -> int:
         print("microseconds of one record on the first rank:", reported)
         return {"record_us": costs}
 
-    return compete("eyes", "eyes", arguments, others, _run_rank, (trackers,), options.json, tell)
+    return compete("observers", "observers", arguments, others, _run_rank, (trackers,), options.json, tell)
 
 
 def _run_rank(store: dist.Store, plan: Any, trackers: tuple[str, ...]) -> None:
-    steps.CONTESTS["eyes"] = Eyes(trackers)  # type: ignore[assignment]
+    steps.CONTESTS["observers"] = ObserverContest(trackers)  # type: ignore[assignment]
     steps.run_rank(store, plan)
 
 

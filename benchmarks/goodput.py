@@ -1,8 +1,8 @@
 """What failures leave of a fleet's time: goodput over the save interval, for restarts that take longer or less long,
 with copies in the memory of other nodes and without, of two runs; and the point of Llama 3.
 
-python benchmarks/fleet.py             # a minute; results/fleet.json and docs/images/fleet.png
-python benchmarks/fleet.py --draw      # the picture of what is there
+python benchmarks/goodput.py             # a minute; results/goodput.json and docs/images/goodput.png
+python benchmarks/goodput.py --draw      # the picture of what is there
 
 Of 70B on 1,024 GPUs, what a step takes and what is saved are what `meshwright plan` says. Of Llama 3 405B on 16,384
 they are those of its report: a step at the rate that it had, and 4 GB of each rank, the most that it names.
@@ -48,8 +48,8 @@ from meshwright_plan.planner import build_job, plan_job
 from meshwright_run.run_file import RunConfig
 
 ROOT = Path(__file__).parents[1]
-RESULTS = ROOT / "benchmarks" / "results" / "fleet.json"
-PICTURE = ROOT / "docs" / "fleet.png"
+RESULTS = ROOT / "benchmarks" / "results" / "goodput.json"
+PICTURE = ROOT / "docs" / "goodput.png"
 ASKED = PlanConfig()
 DEVICE = load_device_spec("h100-80gb")
 RESTARTS = (60.0, 300.0, 900.0)

@@ -3,7 +3,7 @@
 Steps after which state is copied take turns with steps after which it is not, in one run: of each step the time since
 the one before it has ended, so that what the copying thread does meanwhile counts.
 
-    python benchmarks/copies.py --json benchmarks/results/copies-cpu.json
+    python benchmarks/replicas.py --json benchmarks/results/replicas-cpu.json
 """
 
 from __future__ import annotations
@@ -95,7 +95,7 @@ def main() -> None:
     options = parser.parse_args()
     with tempfile.TemporaryDirectory(prefix="meshwright-copies-") as workplace:
         report = {
-            "command": f"python benchmarks/copies.py --steps {options.steps}",
+            "command": f"python benchmarks/replicas.py --steps {options.steps}",
             **origin(),
             "load": os.getloadavg()[0],
             "model": MODEL,
