@@ -42,7 +42,7 @@ def _reported_without_joined() -> tuple[str, float]:
 def test_without_joined_an_axis_that_divides_batches_takes_no_objective():
     first, second = pool(2).run(_reported_without_joined)
     assert first == second
-    assert first[0] == "RowsAxisWithoutGather divides batches and brings no `joined`: it takes no objective."
+    assert first[0] == "RowsAxisWithoutGather shards batches but has no `gather`: no objective can be used."
 
 
 @pytest.mark.slow

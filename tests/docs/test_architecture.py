@@ -18,6 +18,7 @@ WITHOUT_TORCH = (
         "meshwright",
         "meshwright.cli.main",
         "meshwright_run.commands",
+        "meshwright_run.model_commands",
         "meshwright_run.data.config",
         "meshwright_run.data.train_sampler",
     ),

@@ -248,7 +248,7 @@ BAD = {
     ),
     "attention_dropout above 1": ({"attention_dropout": 1.5}, "cannot train .*dropout probability"),
     "outputs that are no mapping": ({"return_dict": False}, "cannot train .*tuple"),
-    "a configuration that cannot be written": ({"output_attentions": True}, "cannot write .*output_attentions"),
+    "a configuration that cannot be written": ({"output_attentions": True}, "cannot save .*output_attentions"),
     "an activation of no name": ({"hidden_act": "nope"}, "cannot build .*nope"),
     "a vocabulary beyond numbers": ({"vocab_size": 10**30}, "cannot build .*"),
 }

@@ -198,7 +198,11 @@ def _ends(do: str, poisoned: Sequence[int], directory: str) -> tuple[str, bool]:
     ("do", "poisoned", "text"),
     [
         ("stop", [0], "step 1: the loss is nan and the gradient norm nan. The parameters were not changed"),
-        ("skip", [0, 1, 2], "There were 3 bad steps without a good one that is further, and on_bad_step.limit=2"),
+        (
+            "skip",
+            [0, 1, 2],
+            "3 bad steps without a good one that is further, and on_bad_step.max_bad_steps=2",
+        ),
         ("rollback", [0], "there is no checkpoint to go back to"),
     ],
 )

@@ -24,7 +24,7 @@ from meshwright_plan.goodput.simulation import (
 ROOT = Path(__file__).parents[3]
 sys.path.insert(0, str(ROOT / "benchmarks"))
 
-import fleet as benchmark  # noqa: E402
+import goodput as benchmark  # noqa: E402
 
 CONTENT = json.loads(benchmark.RESULTS.read_text(encoding="utf-8"))
 

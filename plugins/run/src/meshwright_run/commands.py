@@ -7,7 +7,7 @@ import os
 import shlex
 import sys
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
@@ -113,7 +113,7 @@ def show_checkpoint(directory: CheckpointArgument, key_file: KeyFile = None) -> 
     with exit_on_error(show_traceback=False):
         from .inspect_checkpoints import build_checkpoint_table
 
-        table, all_valid = build_checkpoint_table(_open_storage(directory, key_file))
+        table, all_valid = build_checkpoint_table(open_checkpoint_storage(directory, key_file))
         create_output_console().print(table)
     raise typer.Exit(0 if all_valid else 1)
 
@@ -133,7 +133,7 @@ def verify_checkpoint(directory: CheckpointArgument, key_file: KeyFile = None) -
         from .inspect_checkpoints import describe_signature, verify_checkpoints
 
         console, all_valid = create_console(soft_wrap=True, highlight=False), True
-        for each in verify_checkpoints(_open_storage(directory, key_file)):
+        for each in verify_checkpoints(open_checkpoint_storage(directory, key_file)):
             all_valid = all_valid and not each.problems
             state = "incomplete" if each.problems else "valid"
             if each.manifest is not None:
@@ -145,148 +145,11 @@ def verify_checkpoint(directory: CheckpointArgument, key_file: KeyFile = None) -
     raise typer.Exit(0 if all_valid else 1)
 
 
-def _open_storage(location: str, key_file: str | None) -> Storage:
+def open_checkpoint_storage(location: str, key_file: str | None) -> Storage:
     from meshwright.plugin import StorageOptions, open_storage, read_signing_key
 
     key = None if key_file is None else read_signing_key(key_file, where="--key-file")
     return open_storage(location, StorageOptions(key))
-
-
-def export(
-    checkpoint: Annotated[str, typer.Argument(help="Directory or URL of the checkpoint.")],
-    output: Annotated[Path, typer.Argument(help="Hugging Face directory to write; new or empty.")],
-    dtype: Annotated[
-        str | None, typer.Option(help="Dtype of the weights, such as float32 or bfloat16; default: as saved.")
-    ] = None,
-    max_shard_size: Annotated[
-        str, typer.Option(help="Largest size of a file, such as 5GB; it also bounds the memory used.")
-    ] = "5GB",
-    ema: Annotated[
-        bool, typer.Option("--ema", help="Export the exponential moving average of the weights; needs a run with ema.")
-    ] = False,
-    merge: Annotated[
-        bool, typer.Option("--merge", help="Merge an adapter into its base and write the full model.")
-    ] = False,
-    trust_remote_code: Annotated[
-        str | None, typer.Option(help="Digest of the model's own code; without it, the error message states it.")
-    ] = None,
-    base: Annotated[
-        str | None, typer.Option(help="With --merge: directory of the base model, if it has moved since training.")
-    ] = None,
-    key_file: KeyFile = None,
-) -> None:
-    """Export the model of a checkpoint as a Hugging Face directory, with one process and no network.
-
-    A checkpoint of an adapter becomes a directory that peft loads; with --merge, the full model.
-
-    \b
-    Examples:
-      meshwright export runs/a/checkpoints/step-00000300 exported
-      meshwright export runs/a/checkpoints/step-00000300 exported --merge --dtype bfloat16
-    """
-    with exit_on_error(show_traceback=False):
-        from meshwright.plugin import (
-            HUGGING_FACE_FOLDER,
-            export_checkpoint,
-            is_url,
-            merge_adapter,
-            parse_dtype,
-            register_trusted_code,
-        )
-
-        chosen = None if dtype is None else parse_dtype(dtype)
-        if base is not None and not merge:
-            raise ConfigError("--base needs --merge: an adapter is exported without its base. Leave it out.")
-        if trust_remote_code is not None:
-            if is_url(checkpoint):
-                raise ConfigError(
-                    f"--trust-remote-code is for code that you have read on disk, but {checkpoint} is a URL. Copy the "
-                    f"checkpoint into a directory, and export it from there."
-                )
-            folder = Path(checkpoint) / HUGGING_FACE_FOLDER
-            register_trusted_code(folder, trust_remote_code, commit=None, where="--trust-remote-code")
-        storage = _open_storage(checkpoint, key_file)
-        options: Any = {"dtype": chosen, "max_shard_size": max_shard_size, "use_ema": ema}
-        if merge:
-            merge_adapter(storage, output, base=base, **options)
-        else:
-            export_checkpoint(storage, output, **options)
-    echo(f"written {output}\n")
-
-
-def evaluate(
-    model: Annotated[
-        str,
-        typer.Argument(help="Run directory, checkpoint, model directory, or Hub id.", metavar="MODEL"),
-    ],
-    data: Annotated[
-        list[str] | None,
-        typer.Option(help="Files of a set, GLOB or NAME=GLOB; repeatable. Default: the evaluation sets of the run."),
-    ] = None,
-    format: Annotated[
-        str | None, typer.Option(help="Format of the files, such as text or messages; default: detected.")
-    ] = None,
-    max_sequences: Annotated[
-        int | None, typer.Option(min=1, help="Sequences of each set, spread evenly; default: all.")
-    ] = None,
-    assignments: SetOption = None,
-    json_file: Annotated[
-        str | None, typer.Option("--json", help="Write the results to this file as JSON; -: standard output.")
-    ] = None,
-    key_file: KeyFile = None,
-    traceback: TracebackOption = False,
-) -> None:
-    """Evaluate a model: loss, perplexity and token accuracy of each set, under any layout.
-
-    \b
-    Examples:
-      meshwright eval runs/stdlib
-      meshwright eval path/to/model --data news='news/*.jsonl' --set strategy=single
-    """
-    with exit_on_error(traceback, on_all_ranks=True):
-        join_launcher()
-    with exit_on_error(traceback):
-        from .evaluate import build_eval_job, run_evaluation
-
-        job = build_eval_job(
-            model,
-            data or [],
-            format=format,
-            assignments=assignments or [],
-            max_sequences=max_sequences,
-            key_file=key_file,
-            json_file=json_file,
-        )
-        code = run_evaluation(job, show_traceback=traceback)
-    exit_process(code)
-
-
-def chat(
-    model: Annotated[
-        str, typer.Argument(help="Run directory, checkpoint, model directory, or Hub id.", metavar="MODEL")
-    ],
-    system: Annotated[str | None, typer.Option(help="System message of the conversation.")] = None,
-    max_new_tokens: Annotated[int, typer.Option(min=1, help="Most tokens of an answer.")] = 256,
-    temperature: Annotated[float, typer.Option(min=0, help="Sampling temperature; 0: the most likely token.")] = 0.7,
-    top_p: Annotated[float, typer.Option(min=0, max=1, help="Sample from the most likely tokens of this mass.")] = 0.95,
-    seed: Annotated[int, typer.Option(min=0, help="Seed of the sampling.")] = 0,
-    nproc: Annotated[int, typer.Option(min=1, help="Ranks that shard the model with fsdp2; 1: one process.")] = 1,
-    key_file: KeyFile = None,
-    traceback: TracebackOption = False,
-) -> None:
-    """Chat with a model in the terminal. Answers appear as they are generated.
-
-    \b
-    Examples:
-      meshwright chat runs/sft
-      meshwright chat path/to/model --system 'Answer in one sentence.' --temperature 0
-    """
-    with exit_on_error(traceback):
-        from .chat import ChatOptions, run_chat
-
-        options = ChatOptions(system, max_new_tokens, temperature, top_p, seed)
-        code = run_chat(model, options, nproc=nproc, key_file=key_file, show_traceback=traceback)
-    exit_process(code)
 
 
 def show_data(

@@ -6,7 +6,8 @@ import typer
 
 from meshwright.plugin import hookimpl
 
-from .commands import chat, evaluate, export, init, schema, show_checkpoint, show_data, train, verify_checkpoint
+from .commands import init, schema, show_checkpoint, show_data, train, verify_checkpoint
+from .model_commands import chat, evaluate, export
 
 
 @hookimpl
