@@ -84,14 +84,15 @@ def write_results(prepared: PreparedRun, results: list[StepResult], console: Con
     averaged = f"{directory.averaged_model} (with averaged weights), " if averages else ""
     adapted = prepared.model.base is not None
     what = "an adapter of peft" if adapted else "a Hugging Face directory"
-    command = f"meshwright export --merge {escape_markup(directory.model)} OUT" if adapted else "meshwright strategies"
+    run = escape_markup(directory.path)
+    merge = f"  meshwright export --merge {escape_markup(directory.model)} OUT\n" if adapted else ""
     print_text(
         parse_markup(
             f"\n[bold]written[/bold] {escape_markup(directory.model)} ({what}), "
             f"{escape_markup(averaged)}{escape_markup(directory.loss_curve)}, "
             f"{escape_markup(directory.metrics)}, {escape_markup(directory.summary)}\n"
             f"[bold]next[/bold]\n"
-            f"  {command}\n"
+            f"  meshwright chat {run}\n  meshwright eval {run}\n{merge}"
         ).append(
             f'  python -c "from transformers import pipeline; '
             f"print(pipeline('text-generation', '{directory.model}')('The ')[0]['generated_text'])\""

@@ -226,7 +226,7 @@ def test_a_run_leaves_metrics_curve_model_and_summary(name, trained):
     assert all(math.isfinite(value) for each in records for name in mappings for value in each.pop(name).values())
     assert all(math.isfinite(value) for record in records for value in record.values())
     assert (directory / "loss.png").read_bytes().startswith(b"\x89PNG\r\n\x1a\n")
-    for text in ("step 1/2", "step 2/2", "held-out loss", "sample\n4 is ", "meshwright strategies"):
+    for text in ("step 1/2", "step 2/2", "held-out loss", "sample\n4 is ", "meshwright chat", "meshwright eval"):
         assert text in output
     assert load_run(directory / "run.yaml").output_dir == str(directory)
     # Plain transformers loads the model, and finds the same loss.
