@@ -27,10 +27,10 @@ def test_an_axis_of_a_strategys_own_trains_as_one_process(ranks):
     assert find_max_difference(pool(ranks).run(_trained, case, ranks), reference).worst <= case.tolerance
 
 
-def _reported_without_joined() -> tuple[str, float]:
+def _reported_without_gather() -> tuple[str, float]:
     register_plugin_module("support.rows_axis")
     case = Case()
-    manager = build_manager("rows_without_joined", {}, {"tp_size": 2}, case)
+    manager = build_manager("rows_without_gather", {}, {"tp_size": 2}, case)
     batches = [add_objective_columns(batch, 131) for batch in rank_microbatches(case, 0, 0, 1)]
     count = torch.tensor(8)
     with pytest.raises(ModelError) as error:
@@ -39,8 +39,8 @@ def _reported_without_joined() -> tuple[str, float]:
     return str(error.value), float(manager.forward_backward(rank_microbatches(case, 0, 0, 1), num_tokens=count))
 
 
-def test_without_joined_an_axis_that_divides_batches_takes_no_objective():
-    first, second = pool(2).run(_reported_without_joined)
+def test_without_gather_an_axis_that_divides_batches_takes_no_objective():
+    first, second = pool(2).run(_reported_without_gather)
     assert first == second
     assert first[0] == "RowsAxisWithoutGather shards batches but has no `gather`: no objective can be used."
 
@@ -51,8 +51,8 @@ def test_without_joined_an_axis_that_divides_batches_takes_no_objective():
 def test_conformance_tries_an_objective_on_it(name):
     (cell,) = (cell for cell in conformance("rows", plugin="support.rows_axis") if str(cell) == name)
     assert cell.run().status == "passed"
-    (cell,) = (cell for cell in conformance("rows_without_joined", plugin="support.rows_axis") if str(cell) == name)
-    assert "takes no objective" in cell.run().detail
+    (cell,) = (cell for cell in conformance("rows_without_gather", plugin="support.rows_axis") if str(cell) == name)
+    assert "no objective can be used" in cell.run().detail
     assert cell.run().status == "does not apply"
 
 

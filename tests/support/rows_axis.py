@@ -88,5 +88,5 @@ def register_strategies() -> list[StrategySpec]:
     axes = frozenset({"tp"})
     return [
         StrategySpec("rows", "rows shared out along tp", axes, StrategyConfig, RowsManager),
-        StrategySpec("rows_without_joined", "takes no objective", axes, StrategyConfig, RowsWithoutGatherManager),
+        StrategySpec("rows_without_gather", "takes no objective", axes, StrategyConfig, RowsWithoutGatherManager),
     ]
