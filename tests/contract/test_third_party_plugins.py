@@ -23,7 +23,7 @@ class SummingManager(DataParallelManager):
 
     def after_backward(self, *, is_last):
         if is_last:
-            for parameter in self.trainable():
+            for parameter in self.iter_trainable():
                 dist.all_reduce(parameter.grad, group=self.mesh.group("dp_replicate"))
 
 
