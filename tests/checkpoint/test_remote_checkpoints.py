@@ -149,7 +149,7 @@ def test_what_another_run_has_saved_is_neither_continued_from_nor_replaced_unask
     before, again = _sizes("first"), ("--set", "resume=never")
     for more, reported in (
         (again, "holds step-00000006 of an earlier run. Name another location, or set overwrite=true"),
-        ((*again, "--set", "overwrite=true"), "step-00000006 is of the run with output_dir="),
+        ((*again, "--set", "overwrite=true"), "step-00000006 belongs to the run with output_dir="),
     ):
         refused = runs("second", *more, path=to)
         refused.assert_fails(2, reported)
@@ -211,7 +211,7 @@ def test_a_server_that_goes_away_is_reported_and_tried_again(
 @pytest.mark.slow
 def test_bad_urls_are_refused_before_anything_starts(runs: CheckpointRuns) -> None:
     for to, reported in (
-        ("memory://x", "is in the memory of one process, and the run has 2 ranks"),
+        ("memory://x", "is in the memory of one process, but the run has 2 ranks"),
         ("s33://bucket/x", "Did you mean 's3'?"),
         ("s3://", "names no place"),
         ("gs://bucket/x", "needs a package that is not installed"),

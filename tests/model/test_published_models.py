@@ -113,7 +113,7 @@ def test_a_run_begins_with_a_model_of_the_hub_and_its_adapter_names_it(place: Pa
     path = run_file(place, tmp_path, model, steps=1, sample={"prompt": "def "})
     output, error, code = run(path, cache=tmp_path)
     assert code == 0, error
-    assert f"over somebody/tiny at {COMMIT}" in output
+    assert f"on somebody/tiny at {COMMIT}" in output
     base = read_base(tmp_path / "out" / "model")
     assert base is not None
     assert (base.path, base.revision) == ("somebody/tiny", COMMIT)

@@ -139,7 +139,7 @@ def test_a_run_that_began_with_a_checkpoint_elsewhere_continues_with_its_own(
     before = uninterrupted.read_contents()
     assert "after step 4" in place.run(kill_after=5, **source)[0]
     _, error, code = place.run(resume="auto")
-    assert (code, "began with" in error) == (2, True)
+    assert (code, "started from" in error) == (2, True)
     assert "after step 4" in place.run(kill_after=7, **source)[0]
     assert "after step 6" in place.run_successfully(**source)
     assert place.read_metrics() == uninterrupted.read_metrics()[4:]

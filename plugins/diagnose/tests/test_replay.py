@@ -276,7 +276,7 @@ def test_without_a_checkpoint_before_it_a_step_of_a_run_that_began_elsewhere_is_
 @pytest.mark.slow
 def test_other_data_than_the_run_had_are_reported(plain: Path, tmp_path: Path) -> None:
     data = yaml.safe_load((plain / "run.yaml").read_text())["data"]
-    with pytest.raises(Exception, match=r"differs from the one .* data.seq_len"):
+    with pytest.raises(Exception, match=r"differs from that of .* data.seq_len"):
         replay_in_pool(copy_run(plain, tmp_path / "other", data={**data, "seq_len": 8}), 5)
 
 
