@@ -251,14 +251,14 @@ def _compiled(case: Case) -> tuple[list[float], int, set[str]]:
         graphs.append(graph)
         return graph.forward
 
-    def counted(function: Any, *, backend: Any, versions: int) -> Any:
+    def counted(function: Any, *, backend: Any, max_versions: int) -> Any:
         given.append(function)
-        return original(function, backend=counting, max_versions=versions)
+        return original(function, backend=counting, max_versions=max_versions)
 
     torch.compiler.reset()
     compiling.check_compiler.cache_clear()
     try:
-        with patch.object(compiling, "compiled", counted):
+        with patch.object(compiling, "compile_function", counted):
             manager = build_manager("fsdp2", {"enable_compile": True}, EP2, case)
             losses = train_steps(manager, case, range(2))[0]
     finally:

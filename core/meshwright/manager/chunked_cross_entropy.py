@@ -92,8 +92,8 @@ class ChunkedCrossEntropy:
             if self._vocab_size is not None and (len(shape) != 3 or shape[-1] < self._vocab_size):
                 raise ModelError(
                     f"{self._model_name} gives logits {shape}, which are not those of its vocabulary of "
-                    f"{self._vocab_size} entries, so there is no loss over tokens. Give an objective with on = "
-                    f"'outputs', which is over what its head returns, or train a causal LM."
+                    f"{self._vocab_size} entries, so there is no loss over tokens. Give an objective with "
+                    f"input_kind = 'outputs', which is over what its head returns, or train a causal LM."
                 )
             return "which layer makes them is not known"
         full_BSV = run().logits
