@@ -102,7 +102,7 @@ def parts(device: str) -> list[Part]:
         Part(
             "smoke",
             "every strategy trains in bfloat16",
-            "index.md",
+            "guides/pretrain.md",
             100,
             {
                 "fsdp2": small(BF16),
@@ -136,7 +136,7 @@ def parts(device: str) -> list[Part]:
         Part(
             "pipeline",
             "a pipeline trains over NCCL",
-            "index.md",
+            "concepts/pipelines.md",
             60,
             {"1f1b": [*TWO_RANKS, *small("pp_size=2", BF16)]},
         ),
@@ -218,7 +218,7 @@ def parts(device: str) -> list[Part]:
         Part(
             "context",
             "context parallelism runs torch's fused kernels, with the losses of one rank",
-            "guides/choose-a-layout.md",
+            "guides/long-context.md",
             90,
             {
                 "one rank": small(BF16, "data.seq_len=1024", "model.max_position_embeddings=1024"),
