@@ -143,8 +143,8 @@ def page(results: dict[str, dict[str, object]]) -> str:
     lines += [
         "",
         *_checked(),
-        "*oldest*, if listed, has the oldest versions that core's `pyproject.toml` allows. *GPU machines* has those of GPU",
-        "vendors' images, run on a CPU. Both are CUDA builds of torch without a driver. Known differences:",
+        "*oldest*, if listed, has the oldest versions that core's `pyproject.toml` allows. *GPU machines* has those of",
+        "GPU vendors' images, run on a CPU. Both are CUDA builds of torch without a driver. Known differences:",
         "",
         "- Before torch 2.13, `full_tensor()` fails for packed weights under tensor parallelism, such as Phi-3's",
         "  `gate_up_proj`. `manager.unshard()`, `iter_parameters` and `state_dict` work in every version.",
