@@ -132,8 +132,8 @@ def warn_unused_options(
     for axis, options in by_axis.items():
         unused = [f"{name}={getattr(config, name)}" for name in options if is_set(name)]
         if unused and getattr(mesh.degrees, axis) == 1:
-            verb = "acts" if len(unused) == 1 else "act"
-            warn(f"{' and '.join(unused)} {verb} on nothing here: {axis}_size is 1.", stacklevel=2)
+            verb = "has" if len(unused) == 1 else "have"
+            warn(f"{' and '.join(unused)} {verb} no effect here: {axis}_size is 1.", stacklevel=2)
 
 
 # -- equal weights

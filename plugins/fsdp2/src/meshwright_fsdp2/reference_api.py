@@ -79,7 +79,7 @@ def fsdp2_strategy_parallelize(
     dp_mesh, tp_mesh = _select_meshes(device_mesh, dp_mesh_name, tp_mesh_name, dp_cp_mesh_name)
     if tp_mesh is None and (sequence_parallel or tp_shard_plan is not None) and device_mesh.get_rank() == 0:
         warn(
-            f"sequence_parallel and tp_shard_plan act on nothing here: no axis {tp_mesh_name!r} has 2 or more ranks.",
+            f"sequence_parallel and tp_shard_plan have no effect here: no axis {tp_mesh_name!r} has 2 or more ranks.",
             stacklevel=2,
         )
     wide_dtype = torch.promote_types(param_dtype, torch.float32)

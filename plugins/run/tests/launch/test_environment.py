@@ -1,6 +1,6 @@
 """What a run is started in: the version of torch, drivers, and how torch's allocator is set up.
 
-Options along an axis of one rank act on nothing, and the first rank says so; one run file serves one and many.
+Options along an axis of one rank have no effect, and the first rank says so; one run file serves one and many.
 """
 
 from __future__ import annotations
@@ -124,7 +124,7 @@ def _losses_and_warnings(strategy: str, config: dict[str, Any], sizes: dict[str,
     return losses, [
         str(each.message)
         for each in caught
-        if "on nothing here" in str(each.message) or "double_buffer" in str(each.message)
+        if "no effect here" in str(each.message) or "double_buffer" in str(each.message)
     ]
 
 
@@ -139,7 +139,7 @@ def test_tensor_and_context_options_act_on_nothing_at_one_rank_and_the_first_ran
     assert [losses for losses, _ in idle] == [losses for losses, _ in plain]
     assert [reported for _, reported in plain] == [[], []]
     tensor, context = idle[0][1]
-    assert tensor == f"sequence_parallel=True and tp_plan={PLAN} act on nothing here: tp_size is 1."
+    assert tensor == f"sequence_parallel=True and tp_plan={PLAN} have no effect here: tp_size is 1."
     assert context == "cp_attention=ulysses has no effect here: cp_size is 1."
     assert idle[1][1] == []
 
