@@ -11,6 +11,7 @@ import pytest
 import torch
 from peft import LoraConfig, get_peft_model
 from support.commands import LAUNCHER_VARIABLES, write_run
+from support.tiers import mark_mostly_slow
 from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, LlamaForCausalLM
 
 from meshwright.base.errors import escape_unprintable
@@ -67,7 +68,9 @@ def expect(directory: Path, messages: list[dict[str, str]]) -> str:
     return text
 
 
-@pytest.mark.parametrize(("name", "nproc"), [("templated", "1"), ("templated", "2"), ("adapter", "1")])
+@pytest.mark.parametrize(
+    ("name", "nproc"), mark_mostly_slow([("templated", "1"), ("templated", "2"), ("adapter", "1")], ("templated", "2"))
+)
 def test_the_second_answer_follows_from_the_conversation(models: Path, name: str, nproc: str) -> None:
     directory = models / name
     messages = [{"role": "system", "content": "be odd"}, {"role": "user", "content": "4 is"}]
@@ -78,6 +81,7 @@ def test_the_second_answer_follows_from_the_conversation(models: Path, name: str
     assert answers[:2] == [escape_unprintable(each) for each in (first, second)]
 
 
+@pytest.mark.slow
 def test_reset_forgets_and_a_model_without_a_template_continues_text(models: Path) -> None:
     printed = chat(models / "plain", "4 is\n/reset\n\n4 is\n/exit\nnever read\n", "--temperature", "0")
     assert "has no chat template" in printed
@@ -86,6 +90,7 @@ def test_reset_forgets_and_a_model_without_a_template_continues_text(models: Pat
     assert rest in ([], [""])
 
 
+@pytest.mark.slow
 def test_a_full_conversation_says_so_and_continues(models: Path) -> None:
     long = "4 is even, " * 40
     printed = chat(models / "templated", f"{long}\n4 is\n", "--temperature", "0")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import math
 from pathlib import Path
@@ -11,6 +12,7 @@ import pytest
 import torch
 import yaml
 from support.commands import run_command, write_run
+from support.tiers import mark_mostly_slow
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 RELATIVE = 1e-6
@@ -33,12 +35,18 @@ def evaluate(*arguments: str) -> dict[str, Any]:
     return sets
 
 
-@pytest.mark.parametrize("place", ["out", "out/checkpoints/step-00000002"])
-@pytest.mark.parametrize("layout", [["nproc=2"], ["nproc=1"], ["strategy=single", "nproc=1"], ["nproc=2", "tp_size=2"]])
-def test_a_run_and_its_checkpoint_have_the_loss_that_the_run_reported(
-    run_file: Path, place: str, layout: list[str]
-) -> None:
-    options = [each for value in layout for each in ("--set", value)]
+PLACES, LAYOUTS = (
+    ("out", "out/checkpoints/step-00000002"),
+    ("nproc=2", "nproc=1", "strategy=single nproc=1", "tp_size=2"),
+)
+
+
+@pytest.mark.parametrize(
+    ("place", "layout"),
+    mark_mostly_slow([*itertools.product(PLACES, LAYOUTS)], ("out", "tp_size=2"), (PLACES[1], "nproc=1")),
+)
+def test_a_run_and_its_checkpoint_have_the_loss_that_the_run_reported(run_file: Path, place: str, layout: str) -> None:
+    options = [each for value in layout.split() for each in ("--set", value)]
     if "strategy=single" in layout:
         options += ["--set", "strategy_config={}"]
     found = evaluate(str(run_file.parent / place), *options)["held_out"]
