@@ -12,7 +12,7 @@ import sys
 import tempfile
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TextIO
@@ -28,13 +28,13 @@ from meshwright.plugin import (
     escape_unprintable,
     export_checkpoint,
     find_model_directory,
-    open_storage,
     open_world,
     read_adapter_config,
 )
 
+from .commands import open_checkpoint_storage
 from .data.tokenizer import load_tokenizer
-from .evaluate import read_storage_options, read_target
+from .evaluate import read_target
 from .launch.rank_process import heartbeat
 from .output import load_trained_model
 
@@ -77,7 +77,7 @@ def open_chat_model(target: str, key_file: str | None = None) -> Iterator[ChatMo
     with tempfile.TemporaryDirectory(prefix="meshwright-chat-") as temporary:
         if checkpoint is not None:
             directory = Path(temporary) / "model"
-            export_checkpoint(open_storage(checkpoint, read_storage_options(key_file)), directory)
+            export_checkpoint(open_checkpoint_storage(checkpoint, key_file), directory)
         else:
             directory = Path((section.get("peft") or {}).get("adapter") or find_model_directory(section["path"]))
         base = None
@@ -120,7 +120,8 @@ def _read_terminal() -> str | None:
 
 
 def _copy_lines(source: TextIO, pipe: Path) -> None:
-    with pipe.open("w", encoding="utf-8") as target:
+    # The ranks close the pipe when the conversation ends.
+    with suppress(BrokenPipeError), pipe.open("w", encoding="utf-8") as target:
         for line in source:
             target.write(line)
             target.flush()

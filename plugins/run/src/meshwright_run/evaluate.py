@@ -16,9 +16,11 @@ from rich.console import Console
 from meshwright.plugin import (
     ADAPTER_CONFIG,
     IGNORE_INDEX,
+    MANIFEST_FILE,
     ConfigError,
+    Degrees,
     Mesh,
-    StorageOptions,
+    Stack,
     StrategyManager,
     apply_assignments,
     create_output_console,
@@ -32,13 +34,13 @@ from meshwright.plugin import (
     read_adapter_config,
     read_json_object,
     read_manifest,
-    read_signing_key,
     resolve,
     storage_exists,
     validate_config,
     write_atomically,
 )
 
+from .commands import open_checkpoint_storage
 from .data.progress import CONSOLE
 from .data.train_sampler import DataShard, build_datasets, read_eval_microbatches
 from .init_wizard.answers import guess_format
@@ -67,6 +69,7 @@ _KEPT_SECTIONS = (
     *("model", "data", "seq_len", "micro_batch_size"),
 )
 """Keys of a run file that say how a model is evaluated."""
+_TRUST_KEYS = ("trust_remote_code", "allow_pickle")
 _MICRO_BATCH_SIZE, _SEQ_LEN = 8, 1024
 """Defaults for a model without a run file; `_SEQ_LEN` is an upper limit."""
 _MICROBATCHES_PER_BLOCK = 16
@@ -123,15 +126,18 @@ def build_eval_job(
         format: format of these files; None: guessed from the first object.
         assignments: changes of the run file, `key=value`.
     """
+    if json_file not in (None, "-") and not Path(json_file).absolute().parent.is_dir():
+        raise ConfigError(f"--json={json_file!r} lies in a directory that does not exist. Create it, or name another.")
     values, checkpoint = read_target(target, key_file)
     values = {key: each for key, each in values.items() if key in _KEPT_SECTIONS and each is not None}
+    # Which code runs is for the user to say, not for files: --set model.trust_remote_code=....
+    values["model"] = {key: each for key, each in values["model"].items() if key not in _TRUST_KEYS}
     if data:
         values["data"] = {**_keep_tokenization(values.get("data") or {}), **_build_data_section(data, format)}
     elif not values.get("data"):
         raise ConfigError(f"{target} is a model, and says nothing of data. Give files: --data 'eval/*.jsonl'.")
     # The model brings its tokenizer, also one that its run has trained.
     values["data"] = {key: each for key, each in values["data"].items() if key != "vocab_size"}
-    values.setdefault("micro_batch_size", _MICRO_BATCH_SIZE)
     values |= {"steps": 1, "batch_size": 1, "sample": None}
     values = apply_assignments(values, assignments)
     config = validate_config(RunConfig, values, where=target)
@@ -141,7 +147,7 @@ def build_eval_job(
 def read_target(target: str, key_file: str | None) -> tuple[dict[str, Any], str | None]:
     """Return the values of a run file, and the checkpoint to load."""
     directory = Path(target).expanduser()
-    if is_url(target) or (directory / "checkpoint.json").exists():
+    if is_url(target) or (directory / MANIFEST_FILE).exists():
         return _read_checkpoint(target, key_file)
     run = RunDirectory(directory)
     if run.run_file.is_file():
@@ -150,11 +156,11 @@ def read_target(target: str, key_file: str | None) -> tuple[dict[str, Any], str 
             values["model"] = _describe_model(run.model, values["model"])
             return values, None
         config = validate_config(RunConfig, values, where=str(run.run_file))
-        found = list_checkpoints(RunDirectory.from_config(config).checkpoint_storage)
+        found = list_checkpoints(RunDirectory(directory, config.checkpoint).checkpoint_storage)
         if not found:
             raise ConfigError(f"{target} is a run without a model and without a checkpoint. Train it first.")
         return _read_checkpoint(str(found[0]), key_file)
-    if directory.is_dir() and list(directory.glob("*/checkpoint.json")):
+    if directory.is_dir() and list(directory.glob(f"*/{MANIFEST_FILE}")):
         newest = list_checkpoints(open_storage(directory))[0]
         return _read_checkpoint(str(newest), key_file)
     model = _describe_model(directory if directory.is_dir() else target, {})
@@ -162,7 +168,7 @@ def read_target(target: str, key_file: str | None) -> tuple[dict[str, Any], str 
 
 
 def _read_checkpoint(target: str, key_file: str | None) -> tuple[dict[str, Any], str]:
-    storage = open_storage(target, read_storage_options(key_file))
+    storage = open_checkpoint_storage(target, key_file)
     if not storage_exists(storage):
         raise ConfigError(f"{target} does not exist, or holds no checkpoint.")
     manifest = read_manifest(storage)
@@ -178,18 +184,14 @@ def _read_checkpoint(target: str, key_file: str | None) -> tuple[dict[str, Any],
     return values, target
 
 
-def read_storage_options(key_file: str | None) -> StorageOptions:
-    return StorageOptions(None if key_file is None else read_signing_key(key_file, where="--key-file"))
-
-
 def _describe_model(place: str | Path, section: Mapping[str, Any]) -> dict[str, Any]:
     """Return the section `model` for a directory, which may hold an adapter of peft."""
     dtype = {"dtype": section["dtype"]} if "dtype" in section else {}
     if not isinstance(place, Path) or not (place / ADAPTER_CONFIG).is_file():
         return {"path": str(place), **dtype}
     base = section.get("path") or read_adapter_config(place).base_model_name_or_path
-    trusted = {key: section[key] for key in ("revision", "trust_remote_code", "allow_pickle") if key in section}
-    return {"path": str(base), **dtype, **trusted, "peft": {"adapter": str(place)}}
+    revision = {"revision": section["revision"]} if "revision" in section else {}
+    return {"path": str(base), **dtype, **revision, "peft": {"adapter": str(place)}}
 
 
 def _choose_seq_len(model: Path) -> int:
@@ -224,7 +226,7 @@ def run_evaluation(job: EvalJob, *, show_traceback: bool = False) -> int:
         return run_guarded(evaluate_on_rank, (job,), show_traceback=show_traceback)
     count = count_local_ranks(job.config)
     with CONSOLE.status("preparing the data"):
-        _fit_batch_size(job.config, count)
+        _resolve_layout(job.config, count)
         prepare_data_and_model_config(job.config, resolve_model(job.config.model))
     if count == 1:
         return run_guarded(evaluate_on_rank, (job,), show_traceback=show_traceback)
@@ -233,12 +235,11 @@ def run_evaluation(job: EvalJob, *, show_traceback: bool = False) -> int:
     return launch_ranks(evaluate_on_rank, (job,), nproc=count, show_traceback=show_traceback)
 
 
-def _fit_batch_size(config: RunConfig, world_size: int) -> tuple[Any, Any, int]:
-    """Return the stack, the degrees and the sequences of a micro-batch; the batch size does not count here."""
-    stack, degrees = resolve(
+def _resolve_layout(config: RunConfig, world_size: int) -> tuple[Stack, Degrees]:
+    """Return the strategies and the mesh; the batch size does not count here."""
+    return resolve(
         config.strategy, config, world_size, config=config.strategy_config, wrapper_config=config.wrapper_config
     )
-    return stack, degrees, config.micro_batch_size or _MICRO_BATCH_SIZE
 
 
 def evaluate_on_rank(store: Store | None, job: EvalJob) -> None:
@@ -252,7 +253,7 @@ def evaluate_on_rank(store: Store | None, job: EvalJob) -> None:
     ):
         world.progress = progress
         commit = download_model(config.model, world)
-        stack, degrees, rows = world.run_on_all_ranks(lambda: _fit_batch_size(config, world.size))
+        stack, degrees = world.run_on_all_ranks(lambda: _resolve_layout(config, world.size))
         resolved = world.run_on_all_ranks(lambda: resolve_model(config.model, commit=commit))
         data, hf_config = world.run_on_all_ranks(lambda: prepare_data_and_model_config(config, resolved))
         masks = needs_padding_mask(hf_config)
@@ -262,8 +263,8 @@ def evaluate_on_rank(store: Store | None, job: EvalJob) -> None:
             *world.run_on_all_ranks(lambda: build_run_model(config.model, resolved, hf_config, seed=config.seed))
         )
         if job.checkpoint is not None:
-            load_checkpoint(manager, open_storage(job.checkpoint, read_storage_options(job.key_file)))
-        shard = build_data_shard(degrees, rows, manager.mesh.data_rank)
+            load_checkpoint(manager, open_checkpoint_storage(job.checkpoint, job.key_file))
+        shard = build_data_shard(degrees, config.micro_batch_size or _MICRO_BATCH_SIZE, manager.mesh.data_rank)
         results = {
             name: evaluate_set(manager, each, shard, max_sequences=job.max_sequences)
             for name, each in datasets.eval_sets.items()

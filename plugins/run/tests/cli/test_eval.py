@@ -5,15 +5,20 @@ from __future__ import annotations
 import itertools
 import json
 import math
+import shutil
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import yaml
+from support.checkpoints import rewrite_manifest
 from support.commands import run_command, write_run
 from support.tiers import mark_mostly_slow
 from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from meshwright.checkpoint.manifest import ADAPTER_FORMAT, MANIFEST_FILE
+from meshwright_run.evaluate import build_eval_job
 
 RELATIVE = 1e-6
 
@@ -81,6 +86,7 @@ def test_a_model_is_evaluated_on_files_as_transformers_computes_it(run_file: Pat
         (["{out}", "--data", "missing/*.txt"], "missing/*.txt"),
         (["{out}", "--data", "a.txt", "--data", "b/a.txt"], "two sets are called 'a'"),
         (["{out}", "--set", "tp_size=3"], "tp_size"),
+        (["{out}", "--json", "{out}/none/results.json"], "lies in a directory that does not exist"),
         (["{out}/checkpoints/step-00000009"], "step-00000009"),
     ],
 )
@@ -89,3 +95,26 @@ def test_what_cannot_be_evaluated_is_one_line(run_file: Path, arguments: list[st
     found = run_command("eval", *(each.format(out=out) for each in arguments))
     assert (found.returncode, message in found.stderr) == (2, True), found.stderr
     assert "Traceback" not in found.stderr
+
+
+def test_a_checkpoint_does_not_decide_which_code_runs(run_file: Path, tmp_path: Path) -> None:
+    directory = tmp_path / "step-00000002"
+    shutil.copytree(run_file.parent / "out" / "checkpoints" / "step-00000002", directory)
+    content = json.loads((directory / MANIFEST_FILE).read_text()) | {"format": ADAPTER_FORMAT}
+    (directory / MANIFEST_FILE).write_text(json.dumps(content))
+    model = {"path": "somebody/model", "peft": {"type": "lora"}, "trust_remote_code": "0" * 40, "allow_pickle": True}
+    extra = {**content["extra"], "run": {**content["extra"]["run"], "model": model}}
+    rewrite_manifest(directory, extra=extra, base={"path": "somebody/model"})
+    section = build_eval_job(str(directory)).config.model
+    assert section == {"path": "somebody/model", "peft": {"type": "lora"}}
+    given = build_eval_job(str(directory), assignments=["model.trust_remote_code=" + "1" * 40])
+    assert given.config.model["trust_remote_code"] == "1" * 40
+
+
+def test_a_run_directory_that_was_moved_has_its_own_checkpoints(run_file: Path, tmp_path: Path) -> None:
+    moved = tmp_path / "moved"
+    moved.mkdir()
+    values = yaml.safe_load((run_file.parent / "out" / "run.yaml").read_text())
+    (moved / "run.yaml").write_text(yaml.safe_dump(values | {"output_dir": str(tmp_path / "gone")}))
+    (moved / "checkpoints").symlink_to(run_file.parent / "out" / "checkpoints")
+    assert build_eval_job(str(moved)).checkpoint == str(moved / "checkpoints" / "step-00000002")
