@@ -21,6 +21,7 @@ from meshwright.checkpoint.manifest import ADAPTER_FORMAT, MANIFEST_FILE
 from meshwright_run.evaluate import build_eval_job
 
 RELATIVE = 1e-6
+PEFT = {"type": "lora", "r": 4, "target_modules": "all-linear"}
 
 
 @pytest.fixture(scope="module")
@@ -102,13 +103,13 @@ def test_a_checkpoint_does_not_decide_which_code_runs(run_file: Path, tmp_path: 
     shutil.copytree(run_file.parent / "out" / "checkpoints" / "step-00000002", directory)
     content = json.loads((directory / MANIFEST_FILE).read_text()) | {"format": ADAPTER_FORMAT}
     (directory / MANIFEST_FILE).write_text(json.dumps(content))
-    model = {"path": "somebody/model", "peft": {"type": "lora"}, "trust_remote_code": "0" * 40, "allow_pickle": True}
+    model = {"path": "somebody/model", "peft": PEFT, "trust_remote_code": "0" * 40, "allow_pickle": True}
     extra = {**content["extra"], "run": {**content["extra"]["run"], "model": model}}
     rewrite_manifest(directory, extra=extra, base={"path": "somebody/model"})
     section = build_eval_job(str(directory)).config.model
-    assert section == {"path": "somebody/model", "peft": {"type": "lora"}}
-    given = build_eval_job(str(directory), assignments=["model.trust_remote_code=" + "1" * 40])
-    assert given.config.model["trust_remote_code"] == "1" * 40
+    assert section == {"path": "somebody/model", "peft": PEFT}
+    given = build_eval_job(str(directory), assignments=["model.trust_remote_code=" + "a" * 40])
+    assert given.config.model["trust_remote_code"] == "a" * 40
 
 
 def test_a_run_directory_that_was_moved_has_its_own_checkpoints(run_file: Path, tmp_path: Path) -> None:
