@@ -23,7 +23,7 @@ ROOT = Path(__file__).parents[1]
 MAX_SENTENCE_WORDS = 35
 _CHECKED_SUFFIXES = (".md", ".py", ".pyi", ".yaml", ".yml", ".toml", ".js", ".html")
 _SKIPPED_PREFIXES = (
-    *("CHANGELOG.md", "changelog.d/", "benchmarks/results/", "tests/golden/", "tests/data/", "tools/plain_words"),
+    *("benchmarks/results/", "tests/golden/", "tests/data/", "tools/plain_words"),
     *("LICENSE", "CODE_OF_CONDUCT.md", "plugins/watch/src/meshwright_watch/web/vendor/"),
 )
 

@@ -24,12 +24,14 @@ INDEX = DOCS / "reference" / "api" / "README.md"
 PAGES = {
     "training": ("Training", ("train", "meshwright_run", "checkpoint", "objectives", "step", "launch")),
     "mesh": ("World and mesh", ("mesh",)),
-    "observers": ("What observers are reported", ("events",)),
+    "observers": ("Arguments of observer hooks", ("events",)),
     "errors": ("Errors", ("base.errors",)),
     "strategies": ("Strategies", ()),
     "plugin": ("For authors of plugins", ()),
 }
 """Pages of core's names: the title, and the rooms or modules whose names are on it; `strategies` has the rest."""
+CLASSES_WITH_METHODS = ("StrategyManager", "Mesh", "World", "Checkpointer")
+"""Classes that users call: the index lists their methods, too."""
 INDEX_HEADER = """# Python API
 
 Each public name, with what it is. Shapes, dtypes, units and errors are where the name leads. The options of
@@ -119,9 +121,9 @@ def _build_public_name(package: str, name: str) -> PublicName:
         )
     found = module.members[name]
     target = found.final_target if isinstance(found, griffe.Alias) else found
-    text = target.docstring.value if target.docstring else ""
-    summary = " ".join(text.strip().partition("\n\n")[0].split())
-    return PublicName(package, name, _find_page(package, name), Path(str(target.filepath)), summary)
+    return PublicName(
+        package, name, _find_page(package, name), Path(str(target.filepath)), _summarize(target.docstring)
+    )
 
 
 def _describe_generated_classes(package: str) -> Mapping[str, str]:
@@ -172,9 +174,34 @@ def render_index() -> str:
             (each for each in find_public_names() if each.package == package), key=lambda each: each.name.lower()
         ):
             target = "../../../" + name.source.relative_to(ROOT).as_posix()
-            lines.append(f"| [`{name.name}`]({target}) | {name.summary.replace('|', '&#124;')} |")
+            lines.append(f"| [`{name.name}`]({target}) | {_escape_cell(name.summary)} |")
         lines.append("")
+        if package == "meshwright":
+            for name in CLASSES_WITH_METHODS:
+                lines += [f"### Methods of {name}\n", "| name | what it is |", "|---|---|"]
+                lines += [f"| `{method}` | {_escape_cell(summary)} |" for method, summary in find_methods(name)]
+                lines.append("")
     return "\n".join(lines).rstrip() + "\n"
+
+
+def find_methods(name: str) -> list[tuple[str, str]]:
+    """Return the public methods and properties of a class of core, in its order, with their first sentences."""
+    found = load_packages()["meshwright"].members[name]
+    target = found.final_target if isinstance(found, griffe.Alias) else found
+    return [
+        (member, _summarize(value.docstring))
+        for member, value in target.members.items()
+        if not member.startswith("_") and (value.is_function or "property" in value.labels) and value.docstring
+    ]
+
+
+def _summarize(docstring: griffe.Docstring | None) -> str:
+    """Return the first paragraph of a docstring as one line."""
+    return " ".join((docstring.value if docstring else "").strip().partition("\n\n")[0].split())
+
+
+def _escape_cell(text: str) -> str:
+    return text.replace("|", "&#124;")
 
 
 def render_site_index() -> str:
