@@ -67,7 +67,7 @@ def _curves(axes: Axes, layouts: dict[str, Any], ground: dict[str, str], is_dark
     steps = len(layouts[names[0]]["losses"])
     axes.set_xlim(0, steps + 1)
     axes.set_xlabel("step", color=ground["quiet"])
-    _title(axes, "Loss [nats per token]", "one process in grey; eight layouts drawn over it", ground)
+    _title(axes, "Loss [nats per token]", "one process in gray; eight layouts on top", ground)
     inset = axes.inset_axes((0.47, 0.50, 0.50, 0.42))
     _plain(inset, ground)
     inset.set_facecolor(ground["ground"])
@@ -80,7 +80,7 @@ def _curves(axes: Axes, layouts: dict[str, Any], ground: dict[str, str], is_dark
     inset.set_ylim(1e-16, 1e-5)
     inset.set_yticks([1e-15, 1e-11, 1e-7])
     inset.set_xticks([])
-    inset.set_title("how far from one process", loc="left", fontsize=8.5, color=ground["quiet"], pad=5)
+    inset.set_title("difference from one process", loc="left", fontsize=8.5, color=ground["quiet"], pad=5)
     inset.minorticks_off()
 
 
@@ -122,11 +122,11 @@ def _bars(memory: Axes, traffic: Axes, layouts: dict[str, Any], ground: dict[str
             )
         )
     memory.tick_params(axis="y", pad=13)
-    _title(memory, "Memory [MB]", "of a rank at its peak", ground)
-    _title(traffic, "Sent [MB]", "by a rank in a step", ground)
+    _title(memory, "Memory [MB]", "peak of a rank", ground)
+    _title(traffic, "Sent [MB]", "per rank and step", ground)
     memory.text(0, -0.075, "■ weights, gradients, optimizer", transform=memory.transAxes, fontsize=8, color=state)
     memory.text(
-        0.0, -0.13, "■ activations, what is gathered or on its way", transform=memory.transAxes, fontsize=8, color=rest
+        0.0, -0.13, "■ activations, gathered parameters, buffers", transform=memory.transAxes, fontsize=8, color=rest
     )
 
 

@@ -33,13 +33,13 @@ RANKS = 4
 LAYOUTS: dict[str, dict[str, Any]] = {
     ONE: {"strategy": "single"},
     "ddp": {"strategy": "ddp"},
-    "ddp, its optimizer divided": {
+    "ddp, sharded optimizer": {
         "strategy": "ddp",
         "config": {"engine": "bucketed", "use_distributed_optimizer": True},
     },
     "megatron_fsdp": {"strategy": "megatron_fsdp"},
     "fsdp2": {"strategy": "fsdp2"},
-    "fsdp2, hybrid 2 x 2": {"strategy": "fsdp2", "dp_replicate_size": 2},
+    "fsdp2, HSDP 2 x 2": {"strategy": "fsdp2", "dp_replicate_size": 2},
     "fsdp2, tensor 2 x 2": {"strategy": "fsdp2", "tp_size": 2, "config": {"sequence_parallel": True}},
     "fsdp2, context 2 x 2": {"strategy": "fsdp2", "cp_size": 2},
     "fsdp2, pipeline 2 x 2": {"strategy": "fsdp2", "pp_size": 2},

@@ -249,26 +249,26 @@ def pipelines() -> Any:
     return found
 
 
-MISTAKES = {
+BUGS = {
     "averaging": "dp_shard=2-ragged_masks",
     "divided_twice": "dp_replicate=2-ragged_masks",
     "local_norm": "dp_shard=4-norm_inf",
     "loses_microbatches": "dp_replicate=4-accumulation_2",
-    "drifting_copies": "dp_replicate=2-ragged_masks",
+    "drifting_replicas": "dp_replicate=2-ragged_masks",
     "loses_steps": "one_rank-resume",
     "joined_without_sum": "tp=2-objective",
 }
-"""Strategies of tests/support/buggy_strategies.py, each with one mistake, and a comparison that is to find it."""
+"""Strategies of tests/support/buggy_strategies.py, each with one bug, and a comparison that must find it."""
 
 
 def parity() -> Any:
     from meshwright_testing import conformance
 
-    mistakes = {}
-    for name, wanted in MISTAKES.items():
+    bugs = {}
+    for name, wanted in BUGS.items():
         (cell,) = (each for each in conformance(name, plugin="planted") if str(each) == wanted)
-        mistakes[name] = cell.run().worst
-    return {**parity_results(), "mistakes": mistakes}
+        bugs[name] = cell.run().worst
+    return {**parity_results(), "bugs": bugs}
 
 
 def parity_results() -> dict[str, Any]:
@@ -360,7 +360,7 @@ def draw_gradient_rule(found: Any) -> Any:
     middle = [sum(each["means of the ranks"]) / 2 for each in found]
     left.plot(places, middle, "x--", color=BAD, label="mean of the two means", linewidth=1.4)
     left.plot(places, [each["loss of one process"] for each in found], color=LINE, linewidth=7, label="one process")
-    left.plot(places, [each["loss"] for each in found], color=GOOD, linewidth=1.8, label="the rule: sums, one count")
+    left.plot(places, [each["loss"] for each in found], color=GOOD, linewidth=1.8, label="sums, divided by one global count")
     left.legend(fontsize=8.5, frameon=False)
     _curve(right, "Error of the gradient, relative")
     least = 1e-17
@@ -372,10 +372,10 @@ def draw_gradient_rule(found: Any) -> Any:
         [least, *(10.0**-n for n in range(15, -1, -3))], ["0", *(f"1e-{n}" for n in range(15, 0, -3)), "1"]
     )
     right.annotate("mean of the two means", (3, found[3]["means of means"]), (0, -16), color=BAD, **_WORDS)
-    right.annotate("the rule: sums, one count", (3, least), (0, 10), color=GOOD, **_WORDS)
+    right.annotate("sums, divided by one global count", (3, least), (0, 10), color=GOOD, **_WORDS)
     for each in (left, right):
         each.set_xticks(places, shares)
-        each.set_xlabel("tokens supervised on rank 0 + on rank 1", fontsize=9, color=QUIET)
+        each.set_xlabel("supervised tokens of rank 0 + of rank 1", fontsize=9, color=QUIET)
     return figure
 
 
@@ -399,7 +399,7 @@ def draw_mesh(found: Any) -> Any:
         each.remove()
     top = figure.add_subplot(grid[0][0].get_gridspec()[0, :])
     colours = {0: RANKS[0], 1: RANKS[1]}
-    _plain(top, "16 ranks: pp 2 x dp_shard 2 x cp 2 x tp 2. The colour is the batch that a rank sees (data_rank)")
+    _plain(top, "16 ranks: pp 2 x dp_shard 2 x cp 2 x tp 2. Color: the batch that a rank sees (data_rank)")
     _ranks_of_a_mesh(
         top, found, lambda rank: colours[found["coordinates"][rank]["data_rank"]], lambda rank: f"rank {rank}"
     )
@@ -434,10 +434,10 @@ def draw_mesh(found: Any) -> Any:
 def draw_axes(found: Any) -> Any:
     figure, grid = _figure(10, 4.6, 4, len(found))
     words = {
-        "tp": "tp 4: each has all of it;\nlayers are divided instead",
+        "tp": "tp 4: every rank has all tokens;\nlayers are sharded instead",
         "cp": "cp 4: an early and a late part\nof each sequence, equal work",
-        "cp and tp": "cp 2 x tp 2: one axis\nafter the other",
-        "rows": "rows 4: every fourth sequence,\nthe axis of the test",
+        "cp and tp": "cp 2 x tp 2: tokens are sharded\nalong one axis, then the other",
+        "rows": "rows 4: every fourth sequence,\nan axis from a test",
     }
     for column, (name, ranks) in enumerate(found.items()):
         for rank, cells in enumerate(ranks):
@@ -456,8 +456,8 @@ def draw_axes(found: Any) -> Any:
 KINDS = {
     "F": ("forward", "#4c78c8"),
     "B": ("backward", "#2f9e6e"),
-    "I": ("backward, of inputs", "#35a0a8"),
-    "W": ("backward, of weights", "#d9902f"),
+    "I": ("backward for inputs", "#35a0a8"),
+    "W": ("backward for weights", "#d9902f"),
 }
 
 
@@ -481,14 +481,14 @@ def draw_pipelines(found: Any) -> Any:
                 )
                 axes.text((start + stop) / 2, -row, microbatch, ha="center", va="center", fontsize=6.5, color="white")
         chunks = each["stages"] // len(each["times"])
-        on = "a stage" if chunks == 1 else f"{chunks} stages (the second paler)"
-        _curve(axes, f"{name}: {on} on each rank; {each['bubble']:.1%} of the time is waiting")
+        on = "one stage" if chunks == 1 else f"{chunks} stages (the second is paler)"
+        _curve(axes, f"{name}: {on} per rank; bubble {each['bubble']:.1%} of the time")
         axes.grid(visible=False)
         axes.spines["left"].set_visible(False)
         axes.set_yticks([0, -1, -2, -3], [f"rank {rank}" for rank in range(4)])
         axes.tick_params(axis="y", length=0)
         axes.set(xlim=(0, 34), ylim=(-3.6, 0.6))
-    axes.set_xlabel("time, in forwards of a quarter of the model; numbers are microbatches", fontsize=9, color=QUIET)
+    axes.set_xlabel("time, in units of one stage's forward with four stages; numbers are microbatches", fontsize=9, color=QUIET)
     _legend(figure, KINDS.values())
     return figure
 
@@ -510,7 +510,7 @@ def draw_pieces(found: Any) -> Any:
                 _box(axes, left + number * part, rows - top - height, part, height, RANKS[rank], text, linewidth=0.9)
         lacking = [str(rank) for rank, held in enumerate(each["pieces"]) if not held]
         copies = max(map(len, holders.values()))
-        words = "each element once" if copies == 1 else f"{copies} copies, one on each rank"
+        words = "each element once" if copies == 1 else f"{copies} replicas, one on each rank"
         words += f"; none on {' and '.join(lacking)}" * bool(lacking)
         under = f"{each['tensor']}\n{rows} x {columns}: {words}"
         axes.text(0, -0.03, under, transform=axes.transAxes, va="top", fontsize=8, color=QUIET, linespacing=1.4)
@@ -520,21 +520,21 @@ def draw_pieces(found: Any) -> Any:
 
 def draw_parity(found: Any) -> Any:
     figure, ((axes,),) = _figure(10, 4.2)
-    names = [*found["cells"], "planted mistakes"]
+    names = [*found["cells"], "planted bugs"]
     total = sum(map(len, found["cells"].values()))
-    _curve(axes, f"{total:,} comparisons with one process in float64, and {len(found['mistakes'])} with a mistake")
+    _curve(axes, f"{total:,} comparisons with one process in float64, and {len(found['bugs'])} with a planted bug")
     least = 1e-17
     for row, worst in enumerate(found["cells"].values()):
         # Spread over the row, so that many alike are seen as many.
         heights = [-row + 0.32 * ((place * 0.618034) % 1 * 2 - 1) for place in range(len(worst))]
         axes.scatter([max(each, least) for each in worst], heights, s=7, color=RANKS[0], alpha=0.45, linewidths=0)
     last = 1 - len(names)
-    axes.scatter(found["mistakes"].values(), [last] * len(found["mistakes"]), marker="x", s=32, color=BAD)
-    places = sorted((worst, name) for name, worst in found["mistakes"].items())
+    axes.scatter(found["bugs"].values(), [last] * len(found["bugs"]), marker="x", s=32, color=BAD)
+    places = sorted((worst, name) for name, worst in found["bugs"].items())
     for worst, name in (places[0], places[-1]):
-        axes.annotate(name, (worst, last), (0, 8), textcoords="offset points", ha="center", fontsize=8.5, color=BAD)
+        axes.annotate(name.replace("_", " "), (worst, last), (0, 8), textcoords="offset points", ha="center", fontsize=8.5, color=BAD)
     axes.axvline(1e-9, color=BAD, linewidth=1.4)
-    axes.annotate("more fails", (1e-9, 0.4), (5, 0), textcoords="offset points", color=BAD, fontsize=9, va="top")
+    axes.annotate("limit: a larger difference fails", (1e-9, 0.4), (5, 0), textcoords="offset points", color=BAD, fontsize=9, va="top")
     axes.set_xscale("log")
     ticks = [least, *(10.0**-n for n in range(15, 0, -2))]
     axes.set_xticks(ticks, ["0", *(f"1e-{n}" for n in range(15, 0, -2))])

@@ -87,7 +87,7 @@ class LosesMicrobatches(DDPManager):
                 parameter.grad = None
 
 
-class DriftingCopies(DDPManager):
+class DriftingReplicas(DDPManager):
     """One rank's copy goes its own way by a little."""
 
     def optimizer_step(self) -> None:
@@ -302,7 +302,7 @@ FSDP2_BUGS = (AveragesGradients, DividesTwice, WatchesFirstModuleOnly, ClipsByLo
 DDP_BUGS = (
     *(
         LosesMicrobatches,
-        DriftingCopies,
+        DriftingReplicas,
         AliasedGroups,
         LosesDecay,
         LosesSteps,

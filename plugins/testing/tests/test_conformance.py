@@ -76,7 +76,7 @@ def _bug(strategy: str, caught: list[str], unseen: list[str], *, is_slow: bool =
         _bug("watches_first_module_only", ["dp_shard=4-norms_in_float32"], ["dp_shard=4-ragged_masks"]),
         _bug("clips_by_local_norm", ["dp_shard=4-norm_1", "dp_shard=4-norm_inf"], ["dp_replicate=4-norm_1"]),
         _bug("loses_microbatches", ["dp_replicate=4-accumulation_2"], ["dp_replicate=4-ragged_masks"]),
-        _bug("drifting_copies", ["dp_replicate=2-ragged_masks"], ["one_rank-ragged_masks"], is_slow=False),
+        _bug("drifting_replicas", ["dp_replicate=2-ragged_masks"], ["one_rank-ragged_masks"], is_slow=False),
         _bug("yields_stale_weights", ["dp_replicate=4-unshard_between_steps"], ["dp_replicate=4-ragged_masks"]),
         _bug("aliased_groups", ["dp_replicate=2-resume"], ["dp_replicate=2-ragged_masks"]),
         _bug("keeps_private_schedule", ["dp_replicate=2-resume"], []),
