@@ -3,13 +3,22 @@
 from __future__ import annotations
 
 import ast
+import itertools
 import re
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
 
 import pytest
-from support.package_map import ROOT, SourceModule, find_packages, read_modules, render_page
+from support.package_map import (
+    ROOT,
+    SourceModule,
+    find_import_edges,
+    find_packages,
+    lay_out_map,
+    read_modules,
+    render_page,
+)
 
 FOREIGN = ("torch", "transformers")
 MODULES = [module for package in find_packages() for module in read_modules(package).values()]
@@ -211,8 +220,23 @@ for name in names:
     assert int(done.stdout) <= 9_300
 
 
-def test_the_table_of_rooms_is_that_of_the_sources() -> None:
+def test_the_table_of_packages_is_that_of_the_sources() -> None:
     written = (ROOT / "docs" / "contribute" / "architecture.md").read_text(encoding="utf-8")
     assert render_page(written, read_modules(ROOT / "core" / "meshwright")) == written, (
         "run python tests/support/package_map.py"
     )
+
+
+def test_no_arrow_of_the_map_passes_through_a_box_or_goes_up() -> None:
+    pairs = find_import_edges(read_modules(ROOT / "core" / "meshwright"))
+    layout = lay_out_map(pairs)
+    assert layout.arrows.keys() == pairs
+    for (package, imported), corners in layout.arrows.items():
+        (_, start), (_, _), (_, _), (_, end) = corners
+        assert layout.boxes[package][1] < start < layout.boxes[package][3]
+        assert layout.boxes[imported][1] < end < layout.boxes[imported][3]
+        assert start < end, f"{package} is drawn below {imported}"
+        for (x, y), (other_x, other_y) in itertools.pairwise(corners):
+            for left, top, right, bottom in layout.boxes.values():
+                outside = max(x, other_x) <= left or min(x, other_x) >= right
+                assert outside or max(y, other_y) <= top or min(y, other_y) >= bottom
