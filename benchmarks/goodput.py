@@ -49,7 +49,7 @@ from meshwright_run.run_file import RunConfig
 
 ROOT = Path(__file__).parents[1]
 RESULTS = ROOT / "benchmarks" / "results" / "goodput.json"
-PICTURE = ROOT / "docs" / "goodput.png"
+PICTURE = ROOT / "docs" / "images" / "goodput.png"
 ASKED = PlanConfig()
 DEVICE = load_device_spec("h100-80gb")
 RESTARTS = (60.0, 300.0, 900.0)
@@ -238,7 +238,7 @@ def _panel(axes: Axes, content: Mapping[str, Any], ranks: int) -> None:
         axes.plot(reported["every"] * minutes, reported["goodput"], "|", ms=10, mew=2.2, color=TEXT, zorder=5)
     if ranks == LLAMA_3["ranks"]:
         axes.axhline(LLAMA_3["effective"], color=LIMIT, lw=1.0, ls=":")
-        axes.text(0.56, LLAMA_3["effective"] - 0.034, "Llama 3 was above this", fontsize=8.5, color=LIMIT)
+        axes.text(0.56, LLAMA_3["effective"] - 0.034, "Llama 3: above this line", fontsize=8.5, color=LIMIT)
     axes.set_xscale("log")
     axes.set_xlim(0.5, 760)
     axes.set_ylim((0.55, 1.006) if ranks == RANKS[1] else (0.86, 1.002))
@@ -251,7 +251,7 @@ def _panel(axes: Axes, content: Mapping[str, Any], ranks: int) -> None:
     for side, spine in axes.spines.items():
         spine.set_visible(side == "bottom")
         spine.set_color(LINE)
-    axes.set_xlabel("between saves to disk", fontsize=9, color=QUIET)
+    axes.set_xlabel("time between checkpoints", fontsize=9, color=QUIET)
     axes.text(
         0,
         1.115,
@@ -261,20 +261,20 @@ def _panel(axes: Axes, content: Mapping[str, Any], ranks: int) -> None:
         weight="bold",
         color=TEXT,
     )
-    below = f"useful part of the time; a failure every {fleet['mtbf_hours']:.2g} h"
+    below = f"goodput; a failure every {fleet['mtbf_hours']:.2g} h"
     axes.text(0, 1.04, below, transform=axes.transAxes, fontsize=9, color=QUIET)
 
 
 def _legend(figure: Figure) -> None:
     lines = [
-        Line2D([], [], color=colour, lw=2, label=f"restart of {_minutes(seconds)}")
+        Line2D([], [], color=colour, lw=2, label=f"restart takes {_minutes(seconds)}")
         for seconds, colour in zip(RESTARTS, COLOURS, strict=True)
     ]
     marks = [
-        Line2D([], [], color=QUIET, lw=1.8, label="disk alone"),
-        Line2D([], [], color=QUIET, lw=1.8, ls=(0, (4, 2)), label="copies on another node, too"),
+        Line2D([], [], color=QUIET, lw=1.8, label="checkpoints only"),
+        Line2D([], [], color=QUIET, lw=1.8, ls=(0, (4, 2)), label="with replicas in memory"),
         Line2D([], [], color=TEXT, ls="", marker="|", ms=10, mew=2.2, label="Daly's interval: recommended"),
-        Line2D([], [], color=QUIET, ls="", marker="o", ms=8, mfc="white", mew=1.5, label="best that was simulated"),
+        Line2D([], [], color=QUIET, ls="", marker="o", ms=8, mfc="white", mew=1.5, label="best in the simulation"),
     ]
     for handles, height in ((lines, 0.075), (marks, 0.012)):
         figure.legend(

@@ -23,8 +23,9 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from meshwright.base.errors import ModelError
 from meshwright.model.lazy_tensor import LazyCall, LazyTensor, read_full
-from meshwright.model.model_files import InMemoryReader, open_weights, to_slices
+from meshwright.model.model_files import InMemoryReader, open_weights
 from meshwright.model.pretrained import PretrainedWeights, open_pretrained
+from meshwright.tensors.chunks import to_slices
 from meshwright_testing.models import build_tiny_model
 from meshwright_testing.zoo import build_zoo_config, build_zoo_model
 

@@ -32,8 +32,8 @@ from .._compat.torch import (
     get_storage_key,
 )
 from ..base.errors import ModelError
+from ..tensors.chunks import to_slices
 from ..tensors.ops import list_tensors
-from .model_files import to_slices
 from .random_tiles import FillOp, FillRecipe, TileGrid
 
 MIN_TRACKED_BYTES = 1 << 14

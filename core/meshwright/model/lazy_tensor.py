@@ -18,7 +18,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .model_files import InMemoryReader, TensorReader, to_slices
+from ..tensors.chunks import to_slices
+from .model_files import InMemoryReader, TensorReader
 
 COMPARE_CHUNK_BYTES = 16 * 2**20
 """Approximate size of the chunks in which two lazy tensors are compared."""

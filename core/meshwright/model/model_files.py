@@ -24,6 +24,7 @@ from torch import Tensor, nn
 
 from ..base.errors import ModelError
 from ..files.parsing import explain_library_error, read_json_object, read_regular_file
+from ..tensors.chunks import to_slices
 
 SAFETENSORS, SAFETENSORS_INDEX = "model.safetensors", "model.safetensors.index.json"
 PICKLE, PICKLE_INDEX = "pytorch_model.bin", "pytorch_model.bin.index.json"
@@ -75,10 +76,6 @@ class InMemoryReader:
 
     def read(self, offsets: Sequence[int], sizes: Sequence[int]) -> Tensor:
         return self.value[to_slices(offsets, sizes)]
-
-
-def to_slices(offsets: Sequence[int], sizes: Sequence[int]) -> tuple[slice, ...]:
-    return tuple(slice(offset, offset + size) for offset, size in zip(offsets, sizes, strict=True))
 
 
 def open_weights(

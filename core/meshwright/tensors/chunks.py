@@ -55,6 +55,10 @@ def get_local_chunks(tensor: Tensor) -> list[LocalChunk]:
     return to_global_chunks([LocalChunk((0,) * local.dim(), local)], tensor)
 
 
+def to_slices(offsets: Sequence[int], sizes: Sequence[int]) -> tuple[slice, ...]:
+    return tuple(slice(offset, offset + size) for offset, size in zip(offsets, sizes, strict=True))
+
+
 def get_flat_range_chunks(flat: Tensor, start: int, shape: Sequence[int]) -> list[LocalChunk]:
     """Return the chunks, at most 2 x dims - 1, that a range of a flattened tensor covers.
 
