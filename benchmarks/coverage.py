@@ -60,6 +60,11 @@ def load(directory: Path) -> tuple[dict[str, dict[str, dict[str, Any]]], list[st
 
 def write_page(results: dict[str, dict[str, dict[str, Any]]], about: list[str], path: Path) -> None:
     types = sorted({name for column in results.values() for name in column})
+    excluded = [
+        name
+        for name in types
+        if all(column[name]["status"] == "does not apply" for column in results.values() if name in column)
+    ]
     lines = [
         "# Which architectures train under which strategy",
         "",
@@ -68,6 +73,9 @@ def write_page(results: dict[str, dict[str, dict[str, Any]]], about: list[str], 
         "Each type of transformers' causal-LM mapping, as a tiny random instance, is trained for three AdamW steps on",
         "real ranks in float64 and compared with `single`: losses, gradient norms and every rank's full weights. A",
         "number is the largest absolute difference; up to 1e-9 passes.",
+        "",
+        f"The mapping has {len(types)} types, of which {len(types) - len(excluded)} can be tried. The others are",
+        f"{_join(excluded)}; their reasons are below.",
         "",
         *(f"- {line}" for line in about),
         "",
@@ -81,14 +89,24 @@ def write_page(results: dict[str, dict[str, dict[str, Any]]], about: list[str], 
         lines.append(f"| **{status}** | " + " | ".join(map(str, counts)) + " |")
     for name in types:
         lines.append(f"| {name} | " + " | ".join(_cell(column.get(name)) for column in results.values()) + " |")
-    reasons: dict[str, set[str]] = {}
+    reasons: dict[str, dict[str, list[str]]] = {}
     for column, records in results.items():
         for name, record in records.items():
             if record["status"] != "passed":
-                reasons.setdefault(_short(record["detail"]), set()).add(f"{name} ({column}, {record['status']})")
+                reason = f"{record['status']}: {_short(record['detail'])}"
+                reasons.setdefault(reason, {}).setdefault(name, []).append(column)
     lines += ["", "## Reasons", ""]
-    lines += [f"- {reason}: {', '.join(sorted(where))}" for reason, where in sorted(reasons.items())]
+    for reason, where in sorted(reasons.items()):
+        places = (
+            name if len(columns) == len(results) else f"{name} ({'; '.join(columns)})"
+            for name, columns in where.items()
+        )
+        lines.append(f"- {', '.join(sorted(places))}: {reason}")
     path.write_text("\n".join(lines) + "\n", encoding="utf-8")
+
+
+def _join(names: list[str]) -> str:
+    return f"{', '.join(names[:-1])} and {names[-1]}" if len(names) > 1 else "".join(names)
 
 
 def _cell(record: dict[str, Any] | None) -> str:
@@ -112,7 +130,10 @@ def draw(results: dict[str, dict[str, dict[str, Any]]], path: Path) -> None:
         values = [[names.index(kind(column.get(name))) for column in results.values()] for name in part]
         axes.pcolormesh(values, cmap=colours, vmin=-0.5, vmax=len(KINDS) - 0.5, edgecolors="white", linewidth=1)
         axes.set_xticks(
-            [i + 0.5 for i in range(len(results))], [name.replace(", ", "\n") for name in results], fontsize=6
+            [i + 0.5 for i in range(len(results))],
+            [name.replace("dp_", "") for name in results],
+            fontsize=7,
+            rotation=90,
         )
         axes.set_yticks([i + 0.5 for i in range(len(part))], part, fontsize=8)
         axes.set_ylim(per_column, 0)
