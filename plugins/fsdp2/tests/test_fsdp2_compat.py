@@ -21,7 +21,7 @@ from meshwright_testing.parity import build_manager
 
 
 def _infos() -> list[bool]:
-    units = build_manager("fsdp2", {"reshard_after_forward": 2}, {}, Case())._sharding.modules
+    units = build_manager("fsdp2", {"reshard_after_forward": 2}, {}, Case())._sharding.unit_modules
     groups = [group for unit in units for group in _find_param_groups(unit)]
     before = [group.post_forward_mesh_info for group in groups]
     with suppress(KeyError), keep_unsharded_after_forward(units):

@@ -284,9 +284,9 @@ def _compiled(config: dict[str, Any], backend: str) -> tuple[list[float], int, b
     torch.compiler.reset()
     original, calls = compiling.compile_function, []
 
-    def counted(function: Any, *, backend: str, versions: int) -> Any:
+    def counted(function: Any, *, backend: str, max_versions: int) -> Any:
         calls.append(function)
-        return original(function, backend=used, max_versions=versions)
+        return original(function, backend=used, max_versions=max_versions)
 
     used, compiling.compile_function = backend, counted
     compiling.check_compiler.cache_clear()

@@ -87,7 +87,7 @@ def _when(config: dict[str, Any]) -> list[int]:
     batch = rank_microbatches(case, 0, manager.mesh.data_rank, manager.mesh.data_size)[0]
     logits = manager.module(input_ids=batch["input_ids"]).logits
     before = count_collectives(lambda: logits.sum().backward())
-    after = count_collectives(manager.check_gradients)
+    after = count_collectives(manager.report_gradients)
     return [before["reduce_scatter"], after["reduce_scatter"]]
 
 
@@ -104,7 +104,7 @@ def _dtypes(config: dict[str, Any], dtype: str) -> dict[str, set[str]]:
     gradients = [each for each in step.filter("reduce_scatter") if each.nbytes > 4000]
     return {
         "sent": {str(each.dtype) for each in gradients},
-        "trained": {str(p.dtype) for p in manager.trainable()},
+        "trained": {str(p.dtype) for p in manager.iter_trainable()},
         "model": {str(p.dtype) for p in manager._fsdp.raw_param.values()},
         "sums": {str(g.main_grad_buffer.dtype) for g in manager._fsdp.param_and_grad_buffer.parameter_groups},
     }

@@ -100,7 +100,7 @@ def _along(axis: str, config: dict[str, Any]) -> tuple[int, int, list[str]]:
         group=axis
     )
     parallel = manager.tensor_parallel
-    divided = {name for name, each in parallel.divisions.items() if each.is_sharded} if parallel else set()
+    divided = {name for name, each in parallel.shardings.items() if each.is_sharded} if parallel else set()
     inside = sorted({name.split(".")[-2] for name in divided if ".layers.0." in name})
     return len(seen.filter("reduce_scatter")), len(seen.filter("all_to_all")), inside
 

@@ -151,7 +151,7 @@ CASES: dict[str, tuple[Any, str]] = {
     "pairs": (_Pairs(), "BatchError: *cannot be taken 5 by 5, as the objective 'pairs' takes them"),
     "needy": (_Needy(), "BatchError: *lacks the column 'rewards', which the objective 'needy' needs"),
     "count": (_Counting(), "BatchError: the count of objective 'counting' must be an int, at least 0, not 0.5"),
-    "on": (_OnNothing(), "BatchError: the objective 'elsewhere' has on='hidden'"),
+    "on": (_OnNothing(), "BatchError: the objective 'elsewhere' has input_kind='hidden'"),
     "not callable": (3, "BatchError: objective must be callable as objective(tokens, batch), not 3"),
     "column of one rank": (_weighted, "BatchError: ranks disagree on the objective, or on the columns"),
     "dtype of one rank": (_weighted, "BatchError: ranks disagree on the objective, or on the columns"),
