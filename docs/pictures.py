@@ -360,7 +360,7 @@ def draw_gradient_rule(found: Any) -> Any:
     middle = [sum(each["means of the ranks"]) / 2 for each in found]
     left.plot(places, middle, "x--", color=BAD, label="mean of the two means", linewidth=1.4)
     left.plot(places, [each["loss of one process"] for each in found], color=LINE, linewidth=7, label="one process")
-    left.plot(places, [each["loss"] for each in found], color=GOOD, linewidth=1.8, label="sums, divided by one global count")
+    left.plot(places, [each["loss"] for each in found], color=GOOD, linewidth=1.8, label="sums, one global count")
     left.legend(fontsize=8.5, frameon=False)
     _curve(right, "Error of the gradient, relative")
     least = 1e-17
@@ -372,7 +372,7 @@ def draw_gradient_rule(found: Any) -> Any:
         [least, *(10.0**-n for n in range(15, -1, -3))], ["0", *(f"1e-{n}" for n in range(15, 0, -3)), "1"]
     )
     right.annotate("mean of the two means", (3, found[3]["means of means"]), (0, -16), color=BAD, **_WORDS)
-    right.annotate("sums, divided by one global count", (3, least), (0, 10), color=GOOD, **_WORDS)
+    right.annotate("sums, one global count", (3, least), (0, 10), color=GOOD, **_WORDS)
     for each in (left, right):
         each.set_xticks(places, shares)
         each.set_xlabel("supervised tokens of rank 0 + of rank 1", fontsize=9, color=QUIET)
@@ -488,7 +488,7 @@ def draw_pipelines(found: Any) -> Any:
         axes.set_yticks([0, -1, -2, -3], [f"rank {rank}" for rank in range(4)])
         axes.tick_params(axis="y", length=0)
         axes.set(xlim=(0, 34), ylim=(-3.6, 0.6))
-    axes.set_xlabel("time, in units of one stage's forward with four stages; numbers are microbatches", fontsize=9, color=QUIET)
+    axes.set_xlabel("time, in forwards of one of four stages; numbers are microbatches", fontsize=9, color=QUIET)
     _legend(figure, KINDS.values())
     return figure
 
@@ -532,9 +532,11 @@ def draw_parity(found: Any) -> Any:
     axes.scatter(found["bugs"].values(), [last] * len(found["bugs"]), marker="x", s=32, color=BAD)
     places = sorted((worst, name) for name, worst in found["bugs"].items())
     for worst, name in (places[0], places[-1]):
-        axes.annotate(name.replace("_", " "), (worst, last), (0, 8), textcoords="offset points", ha="center", fontsize=8.5, color=BAD)
+        label, above = name.replace("_", " "), {"textcoords": "offset points", "ha": "center"}
+        axes.annotate(label, (worst, last), (0, 8), fontsize=8.5, color=BAD, **above)
     axes.axvline(1e-9, color=BAD, linewidth=1.4)
-    axes.annotate("limit: a larger difference fails", (1e-9, 0.4), (5, 0), textcoords="offset points", color=BAD, fontsize=9, va="top")
+    limit = "limit: a larger difference fails"
+    axes.annotate(limit, (1e-9, 0.4), (5, 0), textcoords="offset points", color=BAD, fontsize=9, va="top")
     axes.set_xscale("log")
     ticks = [least, *(10.0**-n for n in range(15, 0, -2))]
     axes.set_xticks(ticks, ["0", *(f"1e-{n}" for n in range(15, 0, -2))])
