@@ -115,7 +115,7 @@ def find_newest_checkpoint(root: str | Path | Storage, world: World) -> Path | S
     elif incomplete:
         reasons = "\n".join(f"  {text}" for text in incomplete)
         raise CheckpointError(
-            f"none of the checkpoints in {root} is whole, and none was changed or removed:\n{reasons}\nBring one back "
+            f"none of the checkpoints in {root} is valid; none was changed or removed:\n{reasons}\nBring one back "
             f"from a copy, or start over in another directory. (`meshwright train` with resume=never and "
             f"overwrite=true removes them.)"
         )

@@ -124,7 +124,7 @@ class MergedModel:
         self._adapter_readers = values(self._adapted_model)
         for name, _ in self._adapted_model.named_parameters():
             if name not in self._adapter_readers and to_base_name(name) not in weights:
-                raise CheckpointError(f"neither the adapter nor its base has {name}. Merge one that is whole.")
+                raise CheckpointError(f"neither the adapter nor its base has {name}. Merge a complete one.")
         copies = find_active_copies(self._adapted_model)
         # Maps tensors of the base to their names in the adapted model, or to the trained copies that replace them.
         self._source_names = {

@@ -1,4 +1,4 @@
-"""What each argument of a trainer means over a mesh: the list is whole, what is refused is, and what acts does."""
+"""Each argument of a trainer acts over a mesh, or is rejected, as the list says; the list is complete."""
 
 from __future__ import annotations
 
