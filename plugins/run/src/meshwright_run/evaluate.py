@@ -135,7 +135,8 @@ def build_eval_job(
     if data:
         values["data"] = {**_keep_tokenization(values.get("data") or {}), **_build_data_section(data, format)}
     elif not values.get("data"):
-        raise ConfigError(f"{target} is a model, and says nothing of data. Give files: --data 'eval/*.jsonl'.")
+        kind = "is a model" if Path(target).is_dir() else "is not a directory, and would be a model of the Hub"
+        raise ConfigError(f"{target} {kind}, so it names no data. Give files: --data 'eval/*.jsonl'.")
     # The model brings its tokenizer, also one that its run has trained.
     values["data"] = {key: each for key, each in values["data"].items() if key != "vocab_size"}
     values |= {"steps": 1, "batch_size": 1, "sample": None}

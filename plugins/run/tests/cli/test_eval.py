@@ -83,7 +83,8 @@ def test_a_model_is_evaluated_on_files_as_transformers_computes_it(run_file: Pat
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["{out}/model"], "is a model, and says nothing of data. Give files: --data"),
+        (["{out}/model"], "is a model, so it names no data. Give files: --data"),
+        (["no/such-run"], "no/such-run is not a directory, and would be a model of the Hub, so it names no data."),
         (["{out}", "--data", "missing/*.txt"], "missing/*.txt"),
         (["{out}", "--data", "a.txt", "--data", "b/a.txt"], "two sets are called 'a'"),
         (["{out}", "--set", "tp_size=3"], "tp_size"),
