@@ -75,7 +75,7 @@ def write_page(results: dict[str, dict[str, dict[str, Any]]], about: list[str], 
         "number is the largest absolute difference; up to 1e-9 passes.",
         "",
         f"The mapping has {len(types)} types, of which {len(types) - len(excluded)} can be tried. The others are",
-        f"{_join(excluded)}; their reasons are below.",
+        f"{', '.join(excluded)}; their reasons are below.",
         "",
         *(f"- {line}" for line in about),
         "",
@@ -105,10 +105,6 @@ def write_page(results: dict[str, dict[str, dict[str, Any]]], about: list[str], 
     path.write_text("\n".join(lines) + "\n", encoding="utf-8")
 
 
-def _join(names: list[str]) -> str:
-    return f"{', '.join(names[:-1])} and {names[-1]}" if len(names) > 1 else "".join(names)
-
-
 def _cell(record: dict[str, Any] | None) -> str:
     if record is None:
         return "not tried"
@@ -131,7 +127,7 @@ def draw(results: dict[str, dict[str, dict[str, Any]]], path: Path) -> None:
         axes.pcolormesh(values, cmap=colours, vmin=-0.5, vmax=len(KINDS) - 0.5, edgecolors="white", linewidth=1)
         axes.set_xticks(
             [i + 0.5 for i in range(len(results))],
-            [name.replace("dp_", "") for name in results],
+            list(results),
             fontsize=7,
             rotation=90,
         )

@@ -4,8 +4,8 @@
     python docs/pictures.py mesh       # one of them
 
 Each picture is made of plain data: `mesh`, `axes`, `pieces` and `gradient_rule` ask real ranks, `pipelines` asks the
-schedules, `parity` reads benchmarks/results. The data are kept in docs/concepts/figures.json, and
-`tests/docs/test_how_it_works_figures.py` compares them with what the code says now.
+schedules, `parity` reads benchmarks/results and runs strategies with planted bugs. The data are kept in
+docs/concepts/figures.json, and `tests/docs/test_how_it_works_figures.py` compares them with what the code says now.
 """
 
 from __future__ import annotations
@@ -250,13 +250,13 @@ def pipelines() -> Any:
 
 
 BUGS = {
-    "averaging": "dp_shard=2-ragged_masks",
-    "divided_twice": "dp_replicate=2-ragged_masks",
-    "local_norm": "dp_shard=4-norm_inf",
+    "averages_gradients": "dp_shard=2-ragged_masks",
+    "divides_twice": "dp_replicate=2-ragged_masks",
+    "clips_by_local_norm": "dp_shard=4-norm_inf",
     "loses_microbatches": "dp_replicate=4-accumulation_2",
     "drifting_replicas": "dp_replicate=2-ragged_masks",
     "loses_steps": "one_rank-resume",
-    "joined_without_sum": "tp=2-objective",
+    "gathers_without_gradient_sum": "tp=2-objective",
 }
 """Strategies of tests/support/buggy_strategies.py, each with one bug, and a comparison that must find it."""
 
@@ -266,7 +266,7 @@ def parity() -> Any:
 
     bugs = {}
     for name, wanted in BUGS.items():
-        (cell,) = (each for each in conformance(name, plugin="planted") if str(each) == wanted)
+        (cell,) = (each for each in conformance(name, plugin="support.buggy_strategies") if str(each) == wanted)
         bugs[name] = cell.run().worst
     return {**parity_results(), "bugs": bugs}
 
@@ -532,8 +532,7 @@ def draw_parity(found: Any) -> Any:
     axes.scatter(found["bugs"].values(), [last] * len(found["bugs"]), marker="x", s=32, color=BAD)
     places = sorted((worst, name) for name, worst in found["bugs"].items())
     for worst, name in (places[0], places[-1]):
-        label, above = name.replace("_", " "), {"textcoords": "offset points", "ha": "center"}
-        axes.annotate(label, (worst, last), (0, 8), fontsize=8.5, color=BAD, **above)
+        axes.annotate(name.replace("_", " "), (worst, last), (0, 8), color=BAD, **_WORDS)
     axes.axvline(1e-9, color=BAD, linewidth=1.4)
     limit = "limit: a larger difference fails"
     axes.annotate(limit, (1e-9, 0.4), (5, 0), textcoords="offset points", color=BAD, fontsize=9, va="top")

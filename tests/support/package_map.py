@@ -11,7 +11,7 @@ import ast
 import re
 import textwrap
 import tomllib
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -112,9 +112,15 @@ class MapLayout:
     arrows: dict[tuple[str, str], list[tuple[float, float]]]
 
 
+_BOX_RIGHT = 7.0
+
+
 def lay_out_map(pairs: Collection[tuple[str, str]]) -> MapLayout:
     """Place packages below each other, and each import on a lane to their right, so no line crosses a box."""
-    order = [package for layer in reversed(LAYERS) for package in sorted(layer, key=lambda each: -_depth(each, pairs))]
+    import networkx as nx  # type: ignore[import-untyped]
+
+    height = {package: number for number, layer in enumerate(reversed(LAYERS)) for package in layer}
+    order = nx.lexicographical_topological_sort(nx.DiGraph([*pairs]), key=lambda each: (height[each], each))
     rows = {package: row for row, package in enumerate(order)}
     boxes = {package: (0.1, row + 0.12, _BOX_RIGHT, row + 0.88) for package, row in rows.items()}
     lanes: list[list[tuple[int, int]]] = []
@@ -128,37 +134,19 @@ def lay_out_map(pairs: Collection[tuple[str, str]]) -> MapLayout:
         lanes[lane_of[pair]].append(span)
     arrows = {}
     for pair, lane in lane_of.items():
-        start = _find_port(pair[0], [each for each in pairs if each[0] == pair[0]], pair, lane_of, rows, 0.62)
-        end = _find_port(pair[1], [each for each in pairs if each[1] == pair[1]], pair, lane_of, rows, 0.14)
+        # At a box, arrows end in the upper part and start in the lower part, in the order that crosses fewest lanes.
+        outgoing = sorted((each for each in pairs if each[0] == pair[0]), key=lane_of.__getitem__)
+        incoming = sorted((each for each in pairs if each[1] == pair[1]), key=lane_of.__getitem__, reverse=True)
+        start = rows[pair[0]] + 0.62 + 0.24 * (outgoing.index(pair) + 0.5) / len(outgoing)
+        end = rows[pair[1]] + 0.14 + 0.24 * (incoming.index(pair) + 0.5) / len(incoming)
         x = _BOX_RIGHT + 0.35 + lane * 0.2
         arrows[pair] = [(_BOX_RIGHT, start), (x, start), (x, end), (_BOX_RIGHT, end)]
     return MapLayout(boxes, arrows)
 
 
-def _depth(package: str, pairs: Collection[tuple[str, str]]) -> int:
-    """Return the length of the longest chain of imports from a package."""
-    return max((1 + _depth(other, pairs) for one, other in pairs if one == package), default=0)
-
-
-_BOX_RIGHT = 7.0
-
-
-def _find_port(
-    package: str,
-    own: Sequence[tuple[str, str]],
-    pair: tuple[str, str],
-    lane_of: Mapping[tuple[str, str], int],
-    rows: Mapping[str, int],
-    top: float,
-) -> float:
-    """Return the height at which an arrow touches a box: outer lanes reach further from its middle."""
-    ordered = sorted(own, key=lambda each: lane_of[each], reverse=top < 0.5)
-    return rows[package] + top + 0.24 * (ordered.index(pair) + 0.5) / len(ordered)
-
-
 def draw_map(modules: Mapping[str, SourceModule], path: Path) -> None:
     """Draw packages as boxes, with arrows to what they import, except those that follow from other arrows."""
-    import networkx as nx  # type: ignore[import-untyped]
+    import networkx as nx
     from matplotlib.figure import Figure
 
     pairs = sorted(nx.transitive_reduction(nx.DiGraph(sorted(find_import_edges(modules)))).edges)
@@ -193,7 +181,7 @@ def _describe_package(modules: Mapping[str, SourceModule], package: str) -> str:
 
 
 def _shorten(sentence: str) -> str:
-    """Return a sentence up to its colon or a comma, if it is too long for a box."""
+    """Return a sentence up to its colon or parenthesis, and no more than a box holds."""
     head = sentence.rstrip(".").replace("`", "").partition(":")[0].partition(" (")[0]
     return head if len(head) <= 72 else textwrap.shorten(head, 72, placeholder=" ...")
 

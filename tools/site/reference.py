@@ -29,7 +29,7 @@ PAGES = {
     "strategies": ("Strategies", ()),
     "plugin": ("For authors of plugins", ()),
 }
-"""Pages of core's names: the title, and the rooms or modules whose names are on it; `strategies` has the rest."""
+"""Pages of core's names: the title, and the packages or modules whose names are on it; `strategies` has the rest."""
 CLASSES_WITH_METHODS = ("StrategyManager", "Mesh", "World", "Checkpointer")
 """Classes that users call: the index lists their methods, too."""
 INDEX_HEADER = """# Python API
@@ -119,11 +119,14 @@ def _build_public_name(package: str, name: str) -> PublicName:
             _describe_generated_classes(package)[name],
             is_documented=False,
         )
-    found = module.members[name]
-    target = found.final_target if isinstance(found, griffe.Alias) else found
+    target = _resolve_alias(module.members[name])
     return PublicName(
         package, name, _find_page(package, name), Path(str(target.filepath)), _summarize(target.docstring)
     )
+
+
+def _resolve_alias(found: griffe.Object | griffe.Alias) -> griffe.Object:
+    return found.final_target if isinstance(found, griffe.Alias) else found
 
 
 def _describe_generated_classes(package: str) -> Mapping[str, str]:
@@ -177,17 +180,16 @@ def render_index() -> str:
             lines.append(f"| [`{name.name}`]({target}) | {_escape_cell(name.summary)} |")
         lines.append("")
         if package == "meshwright":
-            for name in CLASSES_WITH_METHODS:
-                lines += [f"### Methods of {name}\n", "| name | what it is |", "|---|---|"]
-                lines += [f"| `{method}` | {_escape_cell(summary)} |" for method, summary in find_methods(name)]
+            for class_name in CLASSES_WITH_METHODS:
+                lines += [f"### Methods of {class_name}\n", "| name | what it is |", "|---|---|"]
+                lines += [f"| `{method}` | {_escape_cell(summary)} |" for method, summary in _find_methods(class_name)]
                 lines.append("")
     return "\n".join(lines).rstrip() + "\n"
 
 
-def find_methods(name: str) -> list[tuple[str, str]]:
-    """Return the public methods and properties of a class of core, in its order, with their first sentences."""
-    found = load_packages()["meshwright"].members[name]
-    target = found.final_target if isinstance(found, griffe.Alias) else found
+def _find_methods(name: str) -> list[tuple[str, str]]:
+    """Return the public methods and properties of a class of core, in its order, with their first paragraphs."""
+    target = _resolve_alias(load_packages()["meshwright"].members[name])
     return [
         (member, _summarize(value.docstring))
         for member, value in target.members.items()
