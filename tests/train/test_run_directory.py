@@ -7,7 +7,10 @@ import math
 import os
 import re
 import signal
+import subprocess
+import sys
 import time
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -187,6 +190,15 @@ def test_a_finished_run_continues_when_steps_are_raised_at_the_rates_of_the_long
 
 
 @pytest.mark.slow
+def test_a_finished_run_continues_although_the_warm_up_is_a_share_of_more_steps(place: RunWorkspace) -> None:
+    share: dict[str, Any] = {"schedule": {"warmup_ratio": 0.3}}
+    place.run_successfully(steps=4, **share)
+    assert "after step 4" in place.run_successfully(steps=8, **share)
+    rates = [line["learning_rate"] for line in place.read_metrics()]
+    assert rates[4:] == [_cosine(1e-2, warmup=3, steps=8)(step) for step in range(4, 8)]
+
+
+@pytest.mark.slow
 def test_without_a_checkpoint_a_finished_run_does_not_continue(place: RunWorkspace) -> None:
     none: dict[str, Any] = {"checkpoint": {"every": None}}
     place.run_successfully(steps=2, **none)
@@ -200,8 +212,33 @@ def test_without_a_checkpoint_a_finished_run_does_not_continue(place: RunWorkspa
     other: dict[str, Any] = {"seed": 5, **none}
     assert "overwrite=true" in place.run(steps=2, **other)[1]
     assert place.read_contents() == before
-    place.run_successfully(steps=2, overwrite=True, **other)
+    replaced = f"a finished run (2 of 2 steps) with the model in {place.out / 'model'}"
+    assert f"overwrite=true: removing {replaced}" in place.run_successfully(steps=2, overwrite=True, **other)
     assert place.read_contents()["run.yaml"] != before["run.yaml"]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("answer", ["n", "y"])
+def test_on_a_terminal_a_run_asks_before_it_replaces_another(place: RunWorkspace, answer: str) -> None:
+    place.run_successfully(steps=4)
+    before = place.read_contents()
+    file = place.write_run_file(steps=2, seed=5, overwrite=True, nproc=1)
+    ours, theirs = os.openpty()
+    command = [sys.executable, "-m", "meshwright", "train", str(file)]
+    process = subprocess.Popen(command, stdin=theirs, stdout=theirs, stderr=theirs)
+    os.close(theirs)
+    output, is_answered = b"", False
+    with suppress(OSError), os.fdopen(ours, "r+b", buffering=0) as terminal:
+        while chunk := terminal.read(65536):
+            output += chunk
+            if b"Continue? [y/N]" in output and not is_answered:
+                terminal.write(f"{answer}\n".encode())
+                is_answered = True
+    replaced = "removes a finished run (4 of 4 steps) with 2 checkpoints and the model"
+    assert replaced in " ".join(output.decode().split())
+    assert process.wait() == (2 if answer == "n" else 0)
+    assert (b"nothing was changed" in output) == (place.read_contents() == before) == (answer == "n")
+    assert len(place.read_metrics()) == (4 if answer == "n" else 2)
 
 
 def test_restarts_that_could_not_continue_are_refused_at_the_first_attempt(monkeypatch: pytest.MonkeyPatch) -> None:

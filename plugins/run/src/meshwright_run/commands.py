@@ -76,7 +76,8 @@ def train(
             from .start import start_run
 
         startup.end_phase("imports and run file")
-        code = start_run(config, show_traceback=traceback, startup=startup)
+        names_overwrite = any(each.partition("=")[0] == "overwrite" for each in assignments or [])
+        code = start_run(config, show_traceback=traceback, startup=startup, confirm=not names_overwrite)
     exit_process(code)
 
 

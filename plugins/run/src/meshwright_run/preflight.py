@@ -226,7 +226,7 @@ def _build_identity(
         # Checkpoints of runs without groups may lack the key, which would count as a difference.
         "optimizer": config.optimizer.model_dump(exclude=None if config.optimizer.groups else {"groups"}),
         "ema": None if config.ema is None else config.ema.model_dump(exclude={"evaluate", "export"}),
-        "schedule": schedule.model_dump(exclude={"warmup_ratio"}),
+        "schedule": {**schedule.model_dump(), "warmup_ratio": config.schedule.warmup_ratio},
         "max_grad_norm": config.max_grad_norm,
         "grad_norm_type": config.grad_norm_type,
         "objective": config.objective,

@@ -44,6 +44,7 @@ from meshwright.plugin import (
     warn,
 )
 
+from .changed_settings import find_changed_settings, find_differences
 from .metrics_report import parse_metrics
 from .run_action import AUTO, NEVER, RunAction, find_previously_named, has_started_from
 from .run_directory import METRICS, RunDirectory
@@ -174,7 +175,7 @@ def _find_newest_since(
                 extra = read_manifest(each).extra
             except IncompleteCheckpointError:
                 continue
-            if extra.get("named") == str(checkpoint) and not _find_differences(extra.get("identity", {}), identity):
+            if extra.get("named") == str(checkpoint) and not find_differences(extra.get("identity", {}), identity):
                 names.append(each.name)
         return names
 
@@ -197,82 +198,6 @@ def check_resume_checkpoint(config: RunConfig, identity: Mapping[str, Any], num_
             f"the run of {source} stopped early at step {manifest.step}, by its eval.early_stopping. "
             f"Raise its patience, leave it out, or resume from an earlier checkpoint."
         )
-
-
-def find_changed_settings(
-    checkpoint: str | StorageReader,
-    manifest: Manifest,
-    identity: Mapping[str, Any],
-    config: RunConfig,
-    num_steps: int,
-    *,
-    min_steps_left: int = 0,
-) -> tuple[str, ...]:
-    """Return the settings that differ from the run of a checkpoint. Raises CheckpointError if one must not differ, or
-    if fewer than `min_steps_left` steps are left."""
-    saved = manifest.extra.get("identity")
-    if saved is None:
-        raise CheckpointError(
-            f"the checkpoint {checkpoint} was not saved by `meshwright train`. Load it in a script, or start from "
-            f"its weights only: model.checkpoint={checkpoint}."
-        )
-    changed = _find_differences(saved, identity)
-    allow = set(config.resume_config.allow)
-    refused = [name for name in changed if name not in allow and name.partition(".")[0] not in allow]
-    if "model.base" in refused:
-        raise CheckpointError(
-            f"{checkpoint} holds adapters for another base: {(manifest.base or {}).get('path')}, fingerprint "
-            f"{str((manifest.base or {}).get('fingerprint'))[:12]}. The model at model.path={config.model['path']!r} "
-            f"has other weights. Use the base that the run was started with, or start over in another output_dir."
-        )
-    if refused:
-        raise CheckpointError(
-            f"the run differs from that of {checkpoint}: {', '.join(refused[:5])}. Restore the settings of that run; "
-            f"or allow the change, if possible (resume: {{from: ..., allow: [...]}}); or start over with resume=never; "
-            f"or start from its weights only, in another output_dir: model.checkpoint={checkpoint}."
-        )
-    if manifest.step + min_steps_left > num_steps:
-        raise CheckpointError(
-            f"{checkpoint} was saved after step {manifest.step}, but the run has {num_steps} steps. Raise steps, or "
-            "start over with resume=never."
-        )
-    return tuple(changed)
-
-
-def _find_differences(saved: Mapping[str, Any], identity: Mapping[str, Any]) -> list[str]:
-    """Return the names of settings that differ; sections that were not saved count as equal."""
-    names = []
-    for section, current in identity.items():
-        value, before = (_use_current_names(each, section) for each in (current, saved.get(section, current)))
-        if before != value and isinstance(value, dict) and isinstance(before, dict):
-            names += [f"{section}.{key}" for key in {**before, **value} if before.get(key) != value.get(key)]
-        elif before != value:
-            names.append(section)
-    return names
-
-
-_EARLIER_NAMES: Mapping[str, Mapping[str, str]] = {
-    "ema": {"start": "start_step"},
-    "optimizer": {"matrices": "matrices_only"},
-    "objective": {
-        "log_entropy": "report_entropy",
-        "entropy": "entropy_coef",
-        "importance": "importance_level",
-        "center": "center_coefficient",
-        "sums": "extra_sums",
-        "rest": "tail",
-    },
-}
-"""By section of an identity, the keys in checkpoints of earlier versions, and their current names."""
-
-
-def _use_current_names(value: Any, section: str) -> Any:
-    if isinstance(value, list):
-        return [_use_current_names(each, section) for each in value]
-    if not isinstance(value, dict):
-        return value
-    names = {old: new for old, new in _EARLIER_NAMES.get(section, {}).items() if new not in value}
-    return {names.get(key, key): _use_current_names(each, section) for key, each in value.items()}
 
 
 def _get_loop_state(manifest: Manifest, changed_settings: Sequence[str]) -> Mapping[str, Any] | None:

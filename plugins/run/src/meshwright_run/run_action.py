@@ -187,6 +187,20 @@ def has_started_from(directory: RunDirectory, checkpoint: Storage) -> bool:
     return False
 
 
+def describe_replaced(config: RunConfig) -> str:
+    """Return what overwriting removes, as a clause: the state of the earlier run, its checkpoints and its model."""
+    directory = RunDirectory.from_config(config)
+    state = "an unfinished run"
+    if directory.summary.exists():
+        with suppress(ConfigError):
+            done, planned_steps = _read_summary(directory.summary)
+            state = f"a finished run ({done:,} of {planned_steps:,} steps)"
+    count = len(list_checkpoints(directory.checkpoint_storage))
+    parts = [f"{count} checkpoint{'s' if count > 1 else ''}"] if count else []
+    parts += [f"the model in {directory.model}"] if directory.model.exists() else []
+    return " with ".join([state, *([" and ".join(parts)] if parts else [])])
+
+
 def _read_summary(path: Path) -> tuple[int, int]:
     """Return the number of steps that a finished run has done, and the number that it planned."""
     try:

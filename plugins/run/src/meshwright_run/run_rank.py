@@ -47,7 +47,7 @@ from .output import export_model, write_results
 from .preflight import PreparedRun, build_run_model, describe_run, download_model, preflight
 from .profile.recorder import CommunicationSampler, FaultFileWriter, StepProfiler
 from .resume import ResumePoint, RunReplicas, find_resume_point
-from .run_action import RunAction, choose_run_action, is_finished
+from .run_action import RunAction, choose_run_action, describe_replaced, is_finished
 from .run_directory import RunDirectory
 from .run_file import RunConfig, to_redacted_dict
 from .run_logs import EventLog, HangFileReporter, RankLog, build_timeline_logs, get_run_id, log_event
@@ -207,7 +207,11 @@ class _RankRun:
                     f"them",
                     self.console,
                 )
-        directory.prepare(to_yaml(to_redacted_dict(self.prepared.config)), overwrite=self.action is RunAction.OVERWRITE)
+        overwrite = self.action is RunAction.OVERWRITE
+        if overwrite:
+            replaced = describe_replaced(self.prepared.config)
+            print_text(f"overwrite=true: removing {replaced} from {directory.configured_path}", self.console)
+        directory.prepare(to_yaml(to_redacted_dict(self.prepared.config)), overwrite=overwrite)
         return earlier
 
     def _build_run_info(self, resume_point: ResumePoint | None, num_parameters: int) -> RunInfo:

@@ -9,18 +9,29 @@ After a later failure, it is restarted on as many ranks as possible.
 from __future__ import annotations
 
 import os
+import sys
 import time
 from functools import cache, partial
 from pathlib import Path
 
-from meshwright.plugin import ConfigError, MeshwrightError, get_registry, is_launched, open_regular_file, parse_json
+import typer
+
+from meshwright.plugin import (
+    ConfigError,
+    MeshwrightError,
+    escape_unprintable,
+    get_registry,
+    is_launched,
+    open_regular_file,
+    parse_json,
+)
 
 from .data.progress import CONSOLE
 from .launch.rank_process import run_guarded, write_stderr
 from .metrics_report import print_finished
 from .observers import StartupTimer
 from .preflight import count_local_ranks, preflight
-from .run_action import find_resume_obstacle, is_finished
+from .run_action import RunAction, choose_run_action, describe_replaced, find_resume_obstacle, is_finished
 from .run_directory import RunDirectory
 from .run_file import RunConfig, resolve_layout
 from .run_logs import log_event
@@ -34,8 +45,13 @@ _TAIL_BYTES = 65_536
 """Bytes at the end of the metrics file, which contain its last line."""
 
 
-def start_run(config: RunConfig, *, show_traceback: bool = False, startup: StartupTimer | None = None) -> int:
-    """Run `config`: join the ranks that a launcher has started, or start them here. Returns the exit code."""
+def start_run(
+    config: RunConfig, *, show_traceback: bool = False, startup: StartupTimer | None = None, confirm: bool = False
+) -> int:
+    """Run `config`: join the ranks that a launcher has started, or start them here. Returns the exit code.
+
+    `confirm`: ask before earlier results are replaced, if there is a terminal.
+    """
     if is_launched():
         monitor = create_monitor(config, int(os.environ["WORLD_SIZE"])) if os.environ["RANK"] == "0" else None
         return run_guarded(run_rank, (config, monitor, startup), show_traceback=show_traceback)
@@ -47,12 +63,14 @@ def start_run(config: RunConfig, *, show_traceback: bool = False, startup: Start
     get_monitor = cache(partial(create_monitor, config))
     with CONSOLE.status("preparing the run"):
         restarts = RestartPolicy(config, find_rank_counts(config))
-        preflight(config, restarts.world_size)
+        num_steps = preflight(config, restarts.world_size).num_steps
         monitor = get_monitor(restarts.world_size)
     if monitor is not None and monitor.refusal_error is not None:
         raise monitor.refusal_error
     startup = startup or StartupTimer()
     startup.end_phase("plan and data")
+    if confirm and sys.stdin.isatty() and sys.stderr.isatty():
+        _confirm_overwrite(config, num_steps)
     if restarts.world_size == 1 and not config.max_restarts:
         return run_guarded(run_rank, (config, monitor, startup), show_traceback=show_traceback)
     from .launch.local import launch_ranks
@@ -67,6 +85,15 @@ def start_run(config: RunConfig, *, show_traceback: bool = False, startup: Start
         if not restarts.prepare_restart(code):
             return code
         startup = StartupTimer(startup.should_print, started_at=time.time())
+
+
+def _confirm_overwrite(config: RunConfig, num_steps: int) -> None:
+    if choose_run_action(config, num_steps) is not RunAction.OVERWRITE:
+        return
+    where = f"output_dir={config.output_dir!r}"
+    question = f"overwrite=true removes {describe_replaced(config)} from {where}. Continue?"
+    if not typer.confirm(escape_unprintable(question), err=True):
+        raise ConfigError(f"nothing was changed in {where}. Name another directory: --set output_dir=...")
 
 
 def create_monitor(config: RunConfig, world_size: int) -> RunMonitor | None:

@@ -26,6 +26,7 @@ from support.corpus import build_prose
 
 from meshwright.base.errors import ConfigError, DataError
 from meshwright.base.validation import validate_config
+from meshwright_run.changed_settings import find_differences
 from meshwright_run.data.config import DataConfig, SourceConfig
 from meshwright_run.data.documents import TokenizedDocuments
 from meshwright_run.data.files import iter_elements
@@ -34,7 +35,6 @@ from meshwright_run.data.prepare import PreparedData, prepare_data
 from meshwright_run.data.sources import Record, read_records
 from meshwright_run.data.tokenizer import train_tokenizer
 from meshwright_run.preflight import preflight
-from meshwright_run.resume import _find_differences
 from meshwright_run.run_file import load_run
 
 PREPARE_MODULE = importlib.import_module("meshwright_run.data.prepare")
@@ -403,7 +403,7 @@ def test_a_run_that_continues_is_reported_which_of_its_sources_has_changed(tmp_p
         plans.append(preflight(config.model_copy(update=changed), 1).identity)
         if len(plans) == 1:
             write(tmp_path / "b.jsonl", ROWS[2:])
-    assert _find_differences(plans[0], plans[1]) == ["data.fingerprint", "data.sources.1"]
+    assert find_differences(plans[0], plans[1]) == ["data.fingerprint", "data.sources.1"]
     # Of one source it is as before there were several.
     assert list(plans[2]["data"]) == list(plans[3]["data"]) == ["fingerprint", "seq_len"]
 

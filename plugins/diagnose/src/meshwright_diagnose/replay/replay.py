@@ -32,11 +32,12 @@ from meshwright.plugin import (
     read_manifest,
     train_step,
 )
+from meshwright_run.changed_settings import find_changed_settings
 from meshwright_run.data.progress import CONSOLE
 from meshwright_run.launch.rank_process import heartbeat, run_guarded
 from meshwright_run.loop_setup import build_data_shard, build_loop, load_initial_weights
 from meshwright_run.preflight import PreparedRun, build_run_model, download_model, preflight
-from meshwright_run.resume import ResumePoint, find_changed_settings
+from meshwright_run.resume import ResumePoint
 
 from .rank_comparison import AllRanksSampler, PeerSampler, compare_ranks
 from .request import (
