@@ -44,6 +44,7 @@ from .base.processes import uses_expandable_segments as uses_expandable_segments
 from .base.processes import wait_for_exit as wait_for_exit
 from .base.safe_path import SAFE_PYTHON as SAFE_PYTHON
 from .base.safe_path import safe_path_enabled as safe_path_enabled
+from .base.stopping import INTERRUPTED_EXIT_CODE as INTERRUPTED_EXIT_CODE
 from .base.stopping import SIGNAL_DEBOUNCE_S as SIGNAL_DEBOUNCE_S
 from .base.stopping import StopName as StopName
 from .base.stopping import Stopped as Stopped
@@ -54,6 +55,7 @@ from .base.types import Batch as Batch
 from .base.types import Objective as Objective
 from .base.types import OptimizerFactory as OptimizerFactory
 from .base.types import TokenStatistic as TokenStatistic
+from .base.validation import DTYPE_ALIASES as DTYPE_ALIASES
 from .base.validation import FLOAT16_REFUSAL as FLOAT16_REFUSAL
 from .base.validation import TRAINING_DTYPES as TRAINING_DTYPES
 from .base.validation import FrozenModel as FrozenModel
@@ -139,6 +141,7 @@ from .files.command_helpers import create_output_console as create_output_consol
 from .files.command_helpers import exit_on_error as exit_on_error
 from .files.command_helpers import gc_paused as gc_paused
 from .files.command_helpers import report_results as report_results
+from .files.command_helpers import write_json as write_json
 from .files.command_helpers import write_output_file as write_output_file
 from .files.parsing import MAX_JSON_BYTES as MAX_JSON_BYTES
 from .files.parsing import apply_assignments as apply_assignments

@@ -25,7 +25,7 @@ from meshwright.checkpoint.manifest import MANIFEST_FILE
 from meshwright.strategy.contract import StrategyManager
 from meshwright.testing import Case
 from meshwright_run.data.tokenizer import train_tokenizer
-from meshwright_run.inspect_checkpoints import build_checkpoint_table
+from meshwright_run.inspect_checkpoints import describe_checkpoints
 from meshwright_testing import pool
 from meshwright_testing.parity import build_manager, full_weights, train_steps
 
@@ -61,7 +61,7 @@ def copy(saved: Path, tmp_path: Path) -> Path:
 def _is_refused(manager: StrategyManager, directory: Path) -> list[bool]:
     """Return whether `checkpoint show` and loading refuse it."""
     try:
-        by_show = not build_checkpoint_table(directory)[1]
+        by_show = any(each["state"] != "valid" for each in describe_checkpoints(directory))
     except CheckpointError:
         by_show = True
     return [by_show, bool(catch_error_text(lambda: load_checkpoint(manager, directory)))]

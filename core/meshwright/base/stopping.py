@@ -23,6 +23,8 @@ from typing import Any, Literal, get_args
 
 from .errors import ConfigError
 
+INTERRUPTED_EXIT_CODE = 128 + signal.SIGINT
+"""Exit code after SIGINT, such as Ctrl-C, as in shells."""
 SIGNAL_DEBOUNCE_S = 2.0
 """A signal that arrives again within this time counts as the same one."""
 
@@ -61,7 +63,7 @@ class StopSignals:
 
     Args:
         names: the signals to record.
-        exit_code: exit code of `Stopped`.
+        exit_code: exit code of `Stopped`, except after SIGINT, where it is 130.
         grace_s: time from the first signal until the process is killed [s]; None: unknown.
         report: called with a message when a signal is recorded, in another thread.
 
@@ -95,6 +97,9 @@ class StopSignals:
     def received_signal(self) -> int:
         """Number of the first signal received; 0: none."""
         return self._received
+
+    def find_exit_code(self, signum: int) -> int:
+        return INTERRUPTED_EXIT_CODE if signum == signal.SIGINT else self.exit_code
 
     @property
     def remaining_s(self) -> float:

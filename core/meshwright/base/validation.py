@@ -13,7 +13,7 @@ import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import fields, is_dataclass
 from types import UnionType
-from typing import TYPE_CHECKING, Any, ClassVar, Literal, TypeVar, Union, get_args, get_origin
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, TypeVar, Union, get_args, get_origin
 
 from pydantic import (
     BaseModel,
@@ -30,6 +30,8 @@ from .errors import ConfigError, suggest_match
 
 TRAINING_DTYPES = ("float64", "float32", "bfloat16")
 """Names of the dtypes in which models can be trained."""
+DTYPE_ALIASES = {"bf16": "bfloat16", "fp16": "float16", "half": "float16", "fp32": "float32", "fp64": "float64"}
+"""Short names of dtypes that are accepted."""
 FLOAT16_REFUSAL = "float16 needs loss scaling, which is not supported; without it, small gradients become zero"
 """Why float16 is rejected as a training dtype."""
 
@@ -51,10 +53,12 @@ else:
 class FrozenModel(_PositionalModel):
     """A frozen model that rejects unknown fields and values of another type.
 
-    `positional_fields`: fields that the constructor accepts by position.
+    `positional_fields`: fields that the constructor accepts by position. `other_names`: by unknown key, at any depth,
+    the sentence of its error message that says what to write, without its full stop.
     """
 
     positional_fields: ClassVar[tuple[str, ...]] = ()
+    other_names: ClassVar[Mapping[str, str]] = {}
 
     model_config = ConfigDict(
         frozen=True,
@@ -67,9 +71,17 @@ class FrozenModel(_PositionalModel):
 
     @field_validator("*", mode="before")
     @classmethod
-    def _reject_bool_as_number(cls, value: Any, info: ValidationInfo) -> Any:
+    def _read_plain_value(cls, value: Any, info: ValidationInfo) -> Any:
+        """Reject a bool as a number, and read "none" as null where no text is allowed."""
         # pydantic's strict mode rejects a bool as a number, but not as a Literal of numbers, since True == 1.
-        allowed = _get_literal_values(cls.model_fields[str(info.field_name)].annotation)
+        annotation = cls.model_fields[str(info.field_name)].annotation
+        if (
+            isinstance(value, str)
+            and value.lower() == "none"
+            and {type(None)} == {type(None), str} & _find_types(annotation)
+        ):
+            return None
+        allowed = _get_literal_values(annotation)
         equal = [each for each in allowed if each == value]
         if isinstance(value, bool) and equal and not any(isinstance(each, bool) for each in equal):
             raise ValueError(f"must be one of {', '.join(map(repr, allowed))}")
@@ -198,6 +210,8 @@ def _import_path(value: Any) -> Any:
     return value
 
 
+_MAX_LISTED_KEYS = 16
+"""Number of allowed keys that an error lists although it names a similar one."""
 _SCALAR_ERROR_TYPES = frozenset({"bool_type", "literal_error", "string_type", "int_type", "float_type"})
 
 
@@ -214,10 +228,21 @@ def _format_validation_error(model_cls: type[BaseModel], error: Any) -> tuple[st
     keys, holder = _resolve_location(model_cls, error["loc"])
     path = ".".join(keys) or "as a whole"
     if error["type"] == "extra_forbidden":
+        if (advice := getattr(model_cls, "other_names", {}).get(keys[-1])) is not None:
+            return path, f"unknown key. {advice}."
         known = list(_get_fields(holder)) if holder else []
-        return path, f"unknown key.{suggest_match(keys[-1], known)} Allowed: {', '.join(sorted(known)) or 'none'}."
+        match = suggest_match(keys[-1], known)
+        if match and len(known) > _MAX_LISTED_KEYS:
+            return path, f"unknown key.{match}"
+        return path, f"unknown key.{match} Allowed: {', '.join(sorted(known)) or 'none'}."
     if error["type"] == "missing":
         return path, "required, but not given."
+    if error["type"] in ("model_type", "dict_type"):
+        fields = _find_models_of_key(holder, keys[-1]) if holder is not None and keys else []
+        known = [name for each in fields for name in _get_fields(each)]
+        listed = f" of these keys: {', '.join(known)}" if known else ""
+        hint = "; leave it out for the defaults" if error["input"] is None else ""
+        return path, f"must be a mapping{listed}{hint} (got {error['input']!r:.200})"
     # A model-level validator has no single value to show; its message contains what matters.
     got = f" (got {error['input']!r:.200})" if keys and not isinstance(error["input"], dict) else ""
     return path, error["msg"].removeprefix("Value error, ") + got
@@ -249,6 +274,22 @@ def _resolve_location(
 
 def _get_fields(model_cls: type[BaseModel]) -> dict[str, FieldInfo]:
     return {field.alias or name: field for name, field in model_cls.model_fields.items()}
+
+
+def _find_models_of_key(holder: type[BaseModel], key: str) -> list[type[BaseModel]]:
+    field = _get_fields(holder).get(key)
+    return [] if field is None else _find_models(field.annotation)
+
+
+def _find_types(annotation: Any) -> set[Any]:
+    """Return the types in a union, without their metadata; the types of the values of a Literal."""
+    if get_origin(annotation) is Literal:
+        return {type(each) for each in get_args(annotation)}
+    if get_origin(annotation) is Annotated:
+        return _find_types(get_args(annotation)[0])
+    if get_origin(annotation) in (Union, UnionType):
+        return {found for each in get_args(annotation) for found in _find_types(each)}
+    return {annotation}
 
 
 def _get_literal_values(annotation: Any) -> list[Any]:

@@ -22,6 +22,7 @@ from types import MappingProxyType, ModuleType
 from typing import Any, Literal
 
 from ..base.errors import ConfigError, suggest_match
+from ..base.validation import DTYPE_ALIASES
 
 ALLOWED_IMPORTS_VARIABLE = "MESHWRIGHT_ALLOWED_IMPORTS"
 
@@ -171,7 +172,7 @@ def parse_dtype(name: str) -> Any:
     """Return the `torch.dtype` of a name such as "bfloat16" or "torch.bfloat16". Raises ConfigError."""
     import torch
 
-    dtype = getattr(torch, str(name).removeprefix("torch."), None)
+    dtype = getattr(torch, DTYPE_ALIASES.get(name, str(name).removeprefix("torch.")), None)
     if not isinstance(dtype, torch.dtype):
         raise ConfigError(f"{name!r} is no dtype of torch. Use a name such as 'bfloat16' or 'float32'.")
     return dtype

@@ -22,8 +22,11 @@ SetOption = Annotated[
     typer.Option("--set", metavar="KEY=VALUE", help="Change a value, such as tp_size=2 or model.hidden_size=256."),
 ]
 """Option `--set` of a command: changes to the run file."""
-JsonOption = Annotated[Path | None, typer.Option("--json", help="Write the full result to this JSON file.")]
-"""Option `--json` of a command: output file for the results."""
+JsonOption = Annotated[
+    Path | None,
+    typer.Option("--json", metavar="FILE", help="Write the full result to this JSON file; -: print only it."),
+]
+"""Option `--json` of a command: output file for the results, or - for standard output."""
 RunFileArgument = Annotated[Path, typer.Argument(help="A run file (YAML).")]
 """Argument of a command: a run file."""
 TracebackOption = Annotated[bool, typer.Option("--traceback", help="Show tracebacks of errors in the input.")]
@@ -69,11 +72,23 @@ def create_output_console(width: int = 10_000) -> Console:
     return console
 
 
-def report_results(renderable: Any, values: dict[str, Any], json_file: Path | None) -> None:
+def report_results(renderable: Any, values: Any, json_file: Path | None) -> None:
     """Print `renderable`, and write `values` as JSON to `json_file` if it is set. Raises ConfigError."""
-    create_output_console().print(renderable, highlight=False)
+    if not write_json(values, json_file):
+        create_output_console().print(renderable, highlight=False)
+
+
+def write_json(values: Any, json_file: Path | None) -> bool:
+    """Write `values` as JSON to the file of option `--json`, if set. Return whether that is standard output, so that
+    the command prints nothing else. Raises ConfigError."""
+    is_stdout = json_file == Path("-")
     if json_file is not None:
-        write_output_file(json_file, json.dumps(values, indent=1) + "\n")
+        text = json.dumps(values, indent=1) + "\n"
+        if is_stdout:
+            echo(text)
+        else:
+            write_output_file(json_file, text)
+    return is_stdout
 
 
 def write_output_file(path: Path, text: str) -> None:

@@ -247,16 +247,26 @@ def apply_assignments(values: Mapping[str, Any], assignments: Sequence[str]) -> 
             value = parse_yaml(text)
         except ValueError as error:
             raise ConfigError(f"--set {assignment!r}: the value is not valid YAML: {error}") from None
+        section: Any = changed
         *parents, last = key.split(".")
-        section = changed
         for parent in parents:
-            if section.get(parent) is None:
+            if isinstance(section, dict) and section.get(parent) is None:
                 section[parent] = {}
-            if not isinstance(child := section[parent], dict):
-                raise ConfigError(f"--set {assignment!r}: {parent!r} holds {child!r}, which has no keys of its own.")
-            section = child
-        section[last] = value
+            section = section[_find_key(section, parent, assignment)]
+        section[_find_key(section, last, assignment)] = value
     return changed
+
+
+def _find_key(section: Any, key: str, assignment: str) -> Any:
+    """Return the key of a mapping, or the index of a list, that a part of an assignment names."""
+    if isinstance(section, dict):
+        return key
+    if not isinstance(section, list):
+        raise ConfigError(f"--set {assignment!r}: {key!r} is a key of {section!r}, which has no keys of its own.")
+    if not key.isdecimal() or int(key) >= len(section):
+        allowed = f"a number from 0 to {len(section) - 1}" if section else "nothing, since the list is empty"
+        raise ConfigError(f"--set {assignment!r}: {key!r} selects an element of a list. Allowed: {allowed}.")
+    return int(key)
 
 
 def parse_assignments(assignments: Sequence[str]) -> dict[str, Any]:

@@ -7,6 +7,8 @@ imported on first use, torch never.
 from __future__ import annotations
 
 import logging
+import os
+import re
 import sys
 import warnings
 from collections.abc import Callable, Iterable
@@ -20,10 +22,16 @@ if TYPE_CHECKING:
 
 
 def echo(text: str, *, stderr: bool = False) -> None:
-    """Write text, including its line ends, in a single call, so that the lines of two ranks do not mix."""
+    """Write text, including its line ends, in a single call, so that the lines of two ranks do not mix.
+
+    On a terminal, "error:" at the beginning of a line is red, unless NO_COLOR is set.
+    """
     stream = sys.stderr if stderr else sys.stdout
     encoding = getattr(stream, "encoding", None) or "utf-8"
-    stream.write(escape_unprintable(text).encode(encoding, "backslashreplace").decode(encoding))
+    escaped = escape_unprintable(text).encode(encoding, "backslashreplace").decode(encoding)
+    if stderr and stream.isatty() and "NO_COLOR" not in os.environ and os.environ.get("TERM") != "dumb":
+        escaped = re.sub(r"^error:", "\033[1;31merror:\033[0m", escaped, flags=re.MULTILINE)
+    stream.write(escaped)
     stream.flush()
 
 

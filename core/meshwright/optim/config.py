@@ -6,7 +6,7 @@ import math
 from fractions import Fraction
 from typing import Annotated, Any
 
-from pydantic import AfterValidator, Field, model_validator
+from pydantic import AfterValidator, BeforeValidator, Field, model_validator
 
 from ..base.errors import ConfigError
 from ..base.validation import FrozenModel
@@ -26,7 +26,19 @@ def _check_importable(name: str) -> str:
     return name
 
 
-OptimizerName = Annotated[str, AfterValidator(_check_importable)]
+_TORCH_OPTIMIZERS = (
+    *("ASGD", "Adadelta", "Adafactor", "Adagrad", "Adam", "AdamW", "Adamax", "LBFGS", "Muon", "NAdam", "RAdam"),
+    *("RMSprop", "Rprop", "SGD", "SparseAdam"),
+)
+_OPTIMIZER_ALIASES = {name.lower(): name for name in _TORCH_OPTIMIZERS} | {"adamw_torch": "AdamW"}
+
+
+def _resolve_alias(name: Any) -> Any:
+    """Return the class name of torch for a name in other letters, such as adamw; other values unchanged."""
+    return _OPTIMIZER_ALIASES.get(name.lower(), name) if isinstance(name, str) else name
+
+
+OptimizerName = Annotated[str, BeforeValidator(_resolve_alias), AfterValidator(_check_importable)]
 EMA_SUFFIX = "_ema"
 """Suffix of the name of an evaluation set in results of the EMA weights."""
 _DEFAULT_NOTE = "null: as at the top level."

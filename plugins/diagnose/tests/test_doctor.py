@@ -132,7 +132,7 @@ def test_nodes_compare_their_clocks_and_what_they_see_of_a_directory(ahead_s, st
 
 @pytest.mark.slow
 def test_alone_it_starts_two_ranks_and_tells_all_as_json(tmp_path):
-    done = run_command("doctor", "--json", "--dir", str(tmp_path / "runs"))
+    done = run_command("doctor", "--json", "-", "--dir", str(tmp_path / "runs"))
     reported = json.loads(done.stdout)
     wrong = [each for each in reported["findings"] if each["status"] == "error"]
     assert done.returncode == reported["exit_code"] == (2 if wrong else 0), wrong

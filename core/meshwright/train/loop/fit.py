@@ -302,7 +302,9 @@ class _TrainingLoop:
         signals.ignore_further_signals()
         # A rank that exits early would close connections that other ranks still use.
         self.world.reduce_ints([0])
-        return Stopped(signum, step=step, saved=saved, exit_code=signals.exit_code, has_skipped_save=is_late)
+        return Stopped(
+            signum, step=step, saved=saved, exit_code=signals.find_exit_code(signum), has_skipped_save=is_late
+        )
 
 
 def _build_extensions(manager: StrategyManager, loop: Loop, rollback_points: RollbackPoints) -> list[LoopExtension]:

@@ -46,7 +46,8 @@ def launch(
     """
     short = {"nodes": nodes, "gpus_per_node": gpus_per_node, "ranks_per_node": ranks_per_node}
     with exit_on_error(traceback):
-        from meshwright_run.run_file import load_run, read_values
+        from meshwright_run.run_file import load_run
+        from meshwright_run.run_file_values import read_values
 
         from . import job_files
         from .job import build_job, is_node_local

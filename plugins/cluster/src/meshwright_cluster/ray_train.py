@@ -36,7 +36,7 @@ from pathlib import Path
 
 import ray
 from meshwright_cluster.ray_train import train_worker
-from meshwright_run.run_file import read_values
+from meshwright_run.run_file_values import read_values
 from ray.train import FailureConfig, RunConfig, ScalingConfig
 from ray.train.torch import TorchConfig, TorchTrainer
 

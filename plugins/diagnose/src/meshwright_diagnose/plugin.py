@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import json
 import os
-import sys
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -21,6 +19,7 @@ from meshwright.plugin import (
     is_launched,
     join_launcher,
     report_results,
+    write_json,
     write_output_file,
 )
 
@@ -103,7 +102,7 @@ def doctor(
     directory: Annotated[
         Path | None, typer.Option("--dir", help="Also check this directory, in which runs would write their results.")
     ] = None,
-    as_json: Annotated[bool, typer.Option("--json", help="Print the findings as JSON.")] = False,
+    json_file: JsonOption = None,
     traceback: TracebackOption = False,
 ) -> None:
     """Check versions, devices, backends, links, files and clocks, and print what is wrong and how to fix it.
@@ -113,7 +112,7 @@ def doctor(
     \b
     Examples:
       meshwright doctor --dir runs
-      meshwright doctor --json
+      meshwright doctor --json -
     """
     with exit_on_error(traceback, on_all_ranks=True):
         join_launcher()
@@ -126,10 +125,8 @@ def doctor(
             code, findings = check_launched_ranks(directory)
         else:
             code, findings = 0, [*check_machine(directory), *check_local_ranks()]
-        if findings and os.environ.get("RANK", "0") == "0":
-            text = json.dumps(to_dict(findings), indent=2) if as_json else "\n".join(format_results(findings))
-            echo(f"{text}\n")
-            sys.stdout.flush()
+        if findings and os.environ.get("RANK", "0") == "0" and not write_json(to_dict(findings), json_file):
+            echo("\n".join(format_results(findings)) + "\n")
     exit_process(code or find_exit_code(findings))
 
 

@@ -25,7 +25,7 @@ def register_strategies() -> list[StrategySpec]:
     return [
         StrategySpec(
             name="fsdp2",
-            aliases=("fsdp", "fully_shard"),
+            aliases=("fsdp", "fully_shard", "full_shard", "zero3"),
             summary="Shards parameters, gradients, optimizer state (torch fully_shard); HSDP; TP, CP and experts.",
             axes=AXES,
             config_cls=FSDP2Config,

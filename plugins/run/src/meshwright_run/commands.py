@@ -13,6 +13,7 @@ import typer
 
 from meshwright.plugin import (
     ConfigError,
+    JsonOption,
     RunFileArgument,
     SetOption,
     TracebackOption,
@@ -26,6 +27,8 @@ from meshwright.plugin import (
     get_registry,
     is_launched,
     join_launcher,
+    report_results,
+    write_json,
 )
 
 if TYPE_CHECKING:
@@ -103,23 +106,23 @@ KeyFile = Annotated[
 ]
 
 
-def show_checkpoint(directory: CheckpointArgument, key_file: KeyFile = None) -> None:
+def show_checkpoint(directory: CheckpointArgument, key_file: KeyFile = None, json_file: JsonOption = None) -> None:
     """Show what checkpoints hold and whether they are valid. Exits with 1 if any is not.
 
     \b
     Examples:
       meshwright checkpoint show runs/a/checkpoints
-      meshwright checkpoint show s3://bucket/run
+      meshwright checkpoint show s3://bucket/run --json -
     """
     with exit_on_error(show_traceback=False):
-        from .inspect_checkpoints import build_checkpoint_table
+        from .inspect_checkpoints import describe_checkpoints, render_checkpoints
 
-        table, all_valid = build_checkpoint_table(open_checkpoint_storage(directory, key_file))
-        create_output_console().print(table)
-    raise typer.Exit(0 if all_valid else 1)
+        found = describe_checkpoints(open_checkpoint_storage(directory, key_file))
+        report_results(render_checkpoints(found), found, json_file)
+    raise typer.Exit(0 if all(each["state"] == "valid" for each in found) else 1)
 
 
-def verify_checkpoint(directory: CheckpointArgument, key_file: KeyFile = None) -> None:
+def verify_checkpoint(directory: CheckpointArgument, key_file: KeyFile = None, json_file: JsonOption = None) -> None:
     """Read every byte of a checkpoint and compare it with the manifest.
 
     Exits with 0 if all checkpoints are valid, and with 1 if any is not. Exits with 2 if there is none, if one cannot
@@ -133,17 +136,20 @@ def verify_checkpoint(directory: CheckpointArgument, key_file: KeyFile = None) -
     with exit_on_error(show_traceback=False):
         from .inspect_checkpoints import describe_signature, verify_checkpoints
 
-        console, all_valid = create_console(soft_wrap=True, highlight=False), True
+        console, found = create_console(soft_wrap=True, highlight=False), []
         for each in verify_checkpoints(open_checkpoint_storage(directory, key_file)):
-            all_valid = all_valid and not each.problems
-            state = "incomplete" if each.problems else "valid"
+            found.append(each.to_dict())
+            if json_file == Path("-"):
+                continue
+            state = found[-1]["state"]
             if each.manifest is not None:
                 state += f", {len(each.manifest.files)} files, {each.nbytes:,} bytes read, "
                 state += describe_signature(each.manifest, each.storage)
             console.print(f"{each.storage}: {state}")
             for problem in each.problems:
                 console.print(f"  {problem}")
-    raise typer.Exit(0 if all_valid else 1)
+        write_json(found, json_file)
+    raise typer.Exit(0 if all(each["state"] == "valid" for each in found) else 1)
 
 
 def open_checkpoint_storage(location: str, key_file: str | None) -> Storage:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -24,7 +23,6 @@ from meshwright.plugin import (
     StrategyManager,
     apply_assignments,
     create_output_console,
-    echo,
     is_launched,
     is_url,
     list_checkpoints,
@@ -37,7 +35,7 @@ from meshwright.plugin import (
     resolve,
     storage_exists,
     validate_config,
-    write_atomically,
+    write_json,
 )
 
 from .commands import open_checkpoint_storage
@@ -56,7 +54,8 @@ from .preflight import (
     resolve_model,
 )
 from .run_directory import RunDirectory
-from .run_file import RunConfig, read_values
+from .run_file import RunConfig
+from .run_file_values import read_values
 
 if TYPE_CHECKING:
     from torch.distributed import Store
@@ -84,7 +83,7 @@ class EvalJob:
     checkpoint: str | None
     key_file: str | None
     max_sequences: int | None
-    json_file: str | None
+    json_file: Path | None
     name: str
 
 
@@ -116,7 +115,7 @@ def build_eval_job(
     assignments: Sequence[str] = (),
     max_sequences: int | None = None,
     key_file: str | None = None,
-    json_file: str | None = None,
+    json_file: Path | None = None,
 ) -> EvalJob:
     """Return the evaluation of a run directory, a checkpoint, a model directory or a model of the Hub.
 
@@ -126,8 +125,10 @@ def build_eval_job(
         format: format of these files; None: guessed from the first object.
         assignments: changes of the run file, `key=value`.
     """
-    if json_file not in (None, "-") and not Path(json_file).absolute().parent.is_dir():
-        raise ConfigError(f"--json={json_file!r} lies in a directory that does not exist. Create it, or name another.")
+    if json_file is not None and not json_file.absolute().parent.is_dir():
+        raise ConfigError(
+            f"--json={str(json_file)!r} lies in a directory that does not exist. Create it, or name another."
+        )
     values, checkpoint = read_target(target, key_file)
     values = {key: each for key, each in values.items() if key in _KEPT_SECTIONS and each is not None}
     # Which code runs is for the user to say, not for files: --set model.trust_remote_code=....
@@ -309,11 +310,8 @@ def evaluate_set(
 def report_results(job: EvalJob, results: Mapping[str, SetResult]) -> None:
     """Print the results as a table, or write them as JSON."""
     found = {"model": job.name, "sets": {name: each.to_dict() for name, each in results.items()}}
-    if job.json_file == "-":
-        echo(json.dumps(found, indent=2) + "\n")
+    if write_json(found, job.json_file):
         return
-    if job.json_file is not None:
-        write_atomically(Path(job.json_file), json.dumps(found, indent=2) + "\n")
     console: Console = create_output_console(80)
     console.print(f"{'set':<14}{'loss':>10}{'perplexity':>12}{'accuracy':>10}{'tokens':>12}", highlight=False)
     for name, each in results.items():

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from rich.console import Group
 from rich.table import Table
@@ -22,7 +23,6 @@ from meshwright.plugin import (
     Manifest,
     Storage,
     StorageReader,
-    StoredTensor,
     compute_stored_file,
     convert_read_errors,
     find_size_error,
@@ -53,6 +53,16 @@ class VerifiedCheckpoint:
     manifest: Manifest | None
     nbytes: int
     problems: tuple[str, ...]
+
+    def to_dict(self) -> dict[str, Any]:
+        signature = None if self.manifest is None else describe_signature(self.manifest, self.storage)
+        return {
+            "checkpoint": str(self.storage),
+            "state": "incomplete" if self.problems else "valid",
+            "bytes_read": self.nbytes,
+            "signature": signature,
+            "problems": list(self.problems),
+        }
 
 
 def verify_checkpoints(storage: Storage) -> Iterator[VerifiedCheckpoint]:
@@ -92,37 +102,58 @@ def describe_signature(manifest: Manifest, storage: StorageReader) -> str:
     return "signed, not checked" if storage.options.key is None else "signed with this key"
 
 
-def build_checkpoint_table(location: str | Path | Storage) -> tuple[Group, bool]:
-    """Return a table of one checkpoint or all in a directory, and whether all are valid. Raises CheckpointError."""
-    table = Table("checkpoint", "step", "strategy", "mesh", "parameters", "dtypes", "model", "optimizer", "state")
-    problems = []
+def describe_checkpoints(location: str | Path | Storage) -> list[dict[str, Any]]:
+    """Describe a checkpoint, or each in a directory, as plain values; sizes in bytes. Raises CheckpointError if there
+    is none."""
+    found: list[dict[str, Any]] = []
     for checkpoint in find_checkpoints(open_storage(location)):
         try:
             manifest = read_and_verify(checkpoint)
-            columns, state = _format_cells(manifest, read_index(checkpoint, manifest)), "valid"
+            values = _describe_contents(manifest, read_index(checkpoint, manifest))
         except CheckpointSignatureError:
             raise
         except CheckpointError as error:
-            columns, state = ("",) * 7, "incomplete"
-            problems.append(Text(str(error)))
-        table.add_row(checkpoint.name, *columns, state)
-    return Group(table, *problems), not problems
+            values = {"state": "incomplete", "problem": str(error)}
+        found.append({"checkpoint": checkpoint.name, **values})
+    return found
 
 
-def _format_cells(manifest: Manifest, index: Index) -> tuple[str, ...]:
-    model = {name: each for name, each in index.tensors.items() if name.startswith(MODEL_PREFIX)}
+def _describe_contents(manifest: Manifest, index: Index) -> dict[str, Any]:
+    model = [each for name, each in index.tensors.items() if name.startswith(MODEL_PREFIX)]
     optimizer = [each for name, each in index.tensors.items() if name.startswith(OPTIMIZER_PREFIX)]
-    degrees = ", ".join(f"{axis}={degree}" for axis, degree in manifest.mesh.items() if degree > 1)
+    return {
+        "state": "valid",
+        "step": manifest.step,
+        "strategy": manifest.strategy,
+        "mesh": dict(manifest.mesh),
+        "parameters": sum(each.shape.numel() for each in model),
+        "dtypes": sorted({format_dtype(each.dtype) for each in model}),
+        "model_bytes": sum(each.nbytes for each in model),
+        "optimizer_bytes": sum(each.nbytes for each in optimizer) if manifest.has_optimizer else None,
+        "base": None if manifest.base is None else manifest.base["path"],
+    }
+
+
+def render_checkpoints(checkpoints: Sequence[Mapping[str, Any]]) -> Group:
+    """Return the table of `describe_checkpoints`, followed by what is wrong."""
+    table = Table("checkpoint", "step", "strategy", "mesh", "parameters", "dtypes", "model", "optimizer", "state")
+    for each in checkpoints:
+        table.add_row(each["checkpoint"], *(_format_cells(each) if "step" in each else ("",) * 7), each["state"])
+    return Group(table, *(Text(each["problem"]) for each in checkpoints if "problem" in each))
+
+
+def _format_cells(values: Mapping[str, Any]) -> tuple[str, ...]:
+    base, optimizer = values["base"], values["optimizer_bytes"]
     return (
-        str(manifest.step),
-        manifest.strategy,
-        degrees or "one rank",
-        f"{sum(each.shape.numel() for each in model.values()):,}",
-        ", ".join(sorted({format_dtype(each.dtype) for each in model.values()})),
-        _format_size(model.values()) + (f", adapters on {manifest.base['path']}" if manifest.base is not None else ""),
-        _format_size(optimizer) if manifest.has_optimizer else "none",
+        str(values["step"]),
+        values["strategy"],
+        ", ".join(f"{axis}={degree}" for axis, degree in values["mesh"].items() if degree > 1) or "one rank",
+        f"{values['parameters']:,}",
+        ", ".join(values["dtypes"]),
+        _format_size(values["model_bytes"]) + (f", adapters on {base}" if base is not None else ""),
+        "none" if optimizer is None else _format_size(optimizer),
     )
 
 
-def _format_size(tensors: Iterable[StoredTensor]) -> str:
-    return f"{sum(each.nbytes for each in tensors) / 1e6:,.1f} MB"
+def _format_size(nbytes: int) -> str:
+    return f"{nbytes / 1e6:,.1f} MB"

@@ -9,6 +9,7 @@ import typer
 
 from meshwright.plugin import (
     ConfigError,
+    JsonOption,
     SetOption,
     TracebackOption,
     echo,
@@ -98,9 +99,7 @@ def evaluate(
         int | None, typer.Option(min=1, help="Sequences of each set, spread evenly; default: all.")
     ] = None,
     assignments: SetOption = None,
-    json_file: Annotated[
-        str | None, typer.Option("--json", help="Write the results to this file as JSON; -: standard output.")
-    ] = None,
+    json_file: JsonOption = None,
     key_file: KeyFile = None,
     traceback: TracebackOption = False,
 ) -> None:

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Literal, Self, TypeVar
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, Self, TypeVar
 
-from pydantic import Field, create_model, field_validator, model_validator
+from pydantic import Field, ValidationInfo, create_model, field_validator, model_validator
 
 from meshwright.plugin import (
     EMA_SUFFIX,
@@ -24,19 +24,18 @@ from meshwright.plugin import (
     ScheduleConfig,
     Size,
     Stack,
-    apply_assignments,
     check_objective,
     format_install_hint,
     get_registry,
-    parse_yaml,
-    read_text,
     resolve,
     validate_config,
 )
 
 from .data.config import DataConfig
 from .data.order import check_batch_size
+from .other_names import OTHER_NAMES, SHORT_FORMS
 from .profile.config import ProfileConfig
+from .run_file_values import read_values
 from .run_sections import (
     HELD_OUT,
     ElasticConfig,
@@ -61,6 +60,8 @@ _Section = TypeVar("_Section", bound=FrozenModel)
 
 class BaseRunConfig(MeshSizes):
     """A training run. Sizes are at the top level, see `meshwright.mesh.sizes.MeshSizes`."""
+
+    other_names: ClassVar[Mapping[str, str]] = OTHER_NAMES
 
     strategy: str = Field(default="fsdp2", description="Name or alias of an installed strategy.")
     strategy_config: dict[str, Any] = Field(
@@ -183,6 +184,14 @@ class BaseRunConfig(MeshSizes):
 
     @model_validator(mode="before")
     @classmethod
+    def _drop_empty_checkpoint(cls, values: Any) -> Any:
+        # Without the section, no checkpoints are saved, which is what null means.
+        if isinstance(values, dict) and values.get("checkpoint", ...) is None:
+            return {key: value for key, value in values.items() if key != "checkpoint"}
+        return values
+
+    @model_validator(mode="before")
+    @classmethod
     def _move_seq_len_to_data(cls, values: Any) -> Any:
         data = values.get("data") if isinstance(values, dict) else None
         if not isinstance(values, dict) or values.get("seq_len") is None or not isinstance(data, dict | None):
@@ -191,6 +200,13 @@ class BaseRunConfig(MeshSizes):
         if own not in (None, length):
             raise ValueError(f"seq_len={length!r} and data.seq_len={own!r} differ. Leave one of them out")
         return {**values, "data": {**(data or {}), "seq_len": length}}
+
+    @field_validator(*SHORT_FORMS, mode="before")
+    @classmethod
+    def _check_no_short_form(cls, value: Any, info: ValidationInfo) -> Any:
+        if isinstance(value, str):
+            raise ValueError(f"must be a mapping. Write {SHORT_FORMS[str(info.field_name)].format(value)}")
+        return value
 
     @field_validator("model")
     @classmethod
@@ -331,20 +347,6 @@ def load_run(path: str | Path, assignments: Sequence[str] = ()) -> RunConfig:
         ConfigError: the file or an assignment cannot be read, or a value is not valid.
     """
     return validate_config(RunConfig, read_values(path, assignments), where=str(path))
-
-
-def read_values(path: str | Path, assignments: Sequence[str] = ()) -> dict[str, Any]:
-    """Read a run file and apply assignments, without validation; see `load_run`."""
-    file = Path(path)
-    try:
-        values = parse_yaml(read_text(file))
-    except OSError as error:
-        raise ConfigError(f"cannot read the run file {file}: {error.strerror}.") from None
-    except ValueError as error:
-        raise ConfigError(f"{file} is not valid YAML: {error}") from None
-    if not isinstance(values, dict):
-        raise ConfigError(f"{file} must hold a mapping of keys to values, not {type(values).__name__}.")
-    return apply_assignments(values, assignments)
 
 
 def to_redacted_dict(config: RunConfig) -> dict[str, Any]:

@@ -14,6 +14,7 @@ import torch
 from rich.console import Console
 
 from meshwright.plugin import (
+    INTERRUPTED_EXIT_CODE,
     Checkpointer,
     ConfigError,
     FlopsReporter,
@@ -320,7 +321,7 @@ def record_failure(config: RunConfig, exit_code: int) -> None:
     """Record what rank 0 may not have written: the exit code, and the loss curve."""
     directory = RunDirectory.from_config(config)
     # An input error, such as a directory that another run has locked, leaves the directory as it was.
-    if exit_code in (0, ConfigError.exit_code, config.checkpoint.stop_config.exit_code):
+    if exit_code in (0, ConfigError.exit_code, INTERRUPTED_EXIT_CODE, config.checkpoint.stop_config.exit_code):
         return
     if not directory.metrics.exists() or directory.summary.exists():
         return

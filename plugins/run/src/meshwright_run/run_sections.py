@@ -8,7 +8,16 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field, field_validator, model_validator
 
-from meshwright.plugin import MAX_STEP_TIMES, FinitePositive, FrozenModel, PathStr, Size, StopName, check_path
+from meshwright.plugin import (
+    DTYPE_ALIASES,
+    MAX_STEP_TIMES,
+    FinitePositive,
+    FrozenModel,
+    PathStr,
+    Size,
+    StopName,
+    check_path,
+)
 
 HELD_OUT = "held_out"
 """Name of the evaluation set that is split from the training sources."""
@@ -158,7 +167,10 @@ class OnSignalConfig(FrozenModel):
         description="Signals that stop the run; []: none, so each signal ends the run at once. SIGINT is Ctrl-C.",
     )
     exit_code: int = Field(
-        default=143, ge=0, le=255, description="Exit code of the ranks and the command after such a stop."
+        default=143,
+        ge=0,
+        le=255,
+        description="Exit code of the ranks and the command after such a stop; after SIGINT it is 130.",
     )
     grace_s: Annotated[float, Field(gt=0, allow_inf_nan=False)] | None = Field(
         default=None,
@@ -303,6 +315,8 @@ _DIGEST = re.compile(r"[0-9a-f]{40}|[0-9a-f]{64}")
 
 def check_model_section(value: dict[str, Any]) -> dict[str, Any]:
     """Return the section if it names exactly one source and its keys have valid values; ValueError otherwise."""
+    if isinstance(dtype := value.get("dtype"), str):
+        value = {**value, "dtype": DTYPE_ALIASES.get(dtype, dtype)}
     if sum(key in value for key in ("path", "model_type", "checkpoint")) != 1:
         raise ValueError(
             "give one of model_type, to train from new weights; path, a local model directory or a hub id; or "

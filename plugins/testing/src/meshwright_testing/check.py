@@ -2,12 +2,23 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from meshwright.plugin import MeshSizes, TracebackOption, create_console, create_output_console, exit_on_error
+from meshwright.plugin import (
+    MeshSizes,
+    TracebackOption,
+    create_console,
+    create_output_console,
+    exit_on_error,
+    write_json,
+)
+
+if TYPE_CHECKING:
+    from .cells import Result
 
 
 def check(
@@ -25,7 +36,8 @@ def check(
     ] = None,
     device: Annotated[str, typer.Option(help="cpu or cuda. Several ranks can share one GPU.")] = "cpu",
     json_file: Annotated[
-        Path | None, typer.Option("--json", help="Write results to this JSON file as they arrive.")
+        Path | None,
+        typer.Option("--json", metavar="FILE", help="Write results to this JSON file as they arrive; -: print them."),
     ] = None,
     resume: Annotated[
         bool, typer.Option("--resume", help="Skip cells whose results are already in the JSON file.")
@@ -42,7 +54,14 @@ def check(
     with exit_on_error(traceback):
         from meshwright.plugin import parse_assignments
 
-        from .check_report import format_reasons, format_summary, render_table, run_cells
+        from .check_report import (
+            build_report,
+            format_reasons,
+            format_summary,
+            render_table,
+            result_to_dict,
+            run_cells,
+        )
         from .models import parse_model_types
         from .suite import conformance
 
@@ -51,9 +70,17 @@ def check(
         sizes = {name: options.pop(name) for name in MeshSizes.model_fields if name in options}
         cells = conformance(strategy, ranks=ranks, config=options, models=chosen, device=device, sizes=sizes)
         console = create_output_console(160)
-        results = run_cells(cells, json_file=json_file, resume=resume, console=create_console(stderr=True))
+        file = None if json_file == Path("-") else json_file
+        results = run_cells(cells, json_file=file, resume=resume, console=create_console(stderr=True))
+        if json_file == Path("-"):
+            write_json(build_report({str(each.cell): result_to_dict(each) for each in results}), json_file)
+            raise typer.Exit(_find_exit_code(results))
         console.print(render_table(results))
         for line in format_reasons(results):
             console.print(f"\n{line}", markup=False, highlight=False, soft_wrap=True)
         console.print(f"\n{format_summary(results)}", highlight=False)
-    raise typer.Exit(1 if any(result.status == "failed" for result in results) else 0)
+    raise typer.Exit(_find_exit_code(results))
+
+
+def _find_exit_code(results: Sequence[Result]) -> int:
+    return 1 if any(result.status == "failed" for result in results) else 0

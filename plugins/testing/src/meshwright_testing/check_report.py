@@ -99,14 +99,18 @@ def _read(path: Path) -> dict[str, Any]:
     return json.loads(path.read_text(encoding="utf-8"))["cells"] if path.is_file() else {}
 
 
-def _write(path: Path, records: Mapping[str, Any]) -> None:
-    report = {
+def build_report(records: Mapping[str, Any]) -> dict[str, Any]:
+    """Return results by cell, with the versions that they were found with."""
+    return {
         "date": date.today().isoformat(),
         "versions": {name: version(name) for name in ("meshwright", "torch", "transformers")},
         "python": platform.python_version(),
         "cells": records,
     }
+
+
+def _write(path: Path, records: Mapping[str, Any]) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
     partial = path.with_suffix(".partial")
-    partial.write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
+    partial.write_text(json.dumps(build_report(records), indent=1) + "\n", encoding="utf-8")
     partial.replace(path)

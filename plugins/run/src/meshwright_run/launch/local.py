@@ -32,6 +32,7 @@ from types import FrameType
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 from meshwright.plugin import (
+    INTERRUPTED_EXIT_CODE,
     LOOPBACK,
     SIGNAL_DEBOUNCE_S,
     SINGLE_NODE_BACKEND,
@@ -47,7 +48,7 @@ from meshwright.plugin import (
     safe_path_enabled,
 )
 
-from .rank_process import INTERRUPTED, run_guarded
+from .rank_process import run_guarded
 
 if TYPE_CHECKING:
     from multiprocessing.queues import SimpleQueue
@@ -124,14 +125,14 @@ def launch_ranks(
             from torch.distributed.elastic.multiprocessing import SignalException
         _wait_for_fork_server()
     except KeyboardInterrupt:
-        return INTERRUPTED
+        return INTERRUPTED_EXIT_CODE
     try:
         with restore_signal_handlers(), _silence_agent_logs(), _kill_leftover_children():
             return _run_agent(main, args, nproc, show_traceback, forwarded_signals)
     except SignalException as stop:
         return 128 + stop.sigval
     except KeyboardInterrupt:
-        return INTERRUPTED
+        return INTERRUPTED_EXIT_CODE
 
 
 def _wait_for_fork_server() -> None:
@@ -220,7 +221,7 @@ def _run_rank(task: _RankTask) -> None:
         signal.signal(signal.SIGINT, signal.default_int_handler)
         exit_code = run_guarded(task.main, task.args, show_traceback=task.show_traceback)
     except KeyboardInterrupt:
-        exit_code = INTERRUPTED
+        exit_code = INTERRUPTED_EXIT_CODE
     if exit_code:
         exit_process(exit_code)
     task.status_queue.put((rank, None))

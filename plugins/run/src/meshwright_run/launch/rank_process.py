@@ -22,6 +22,7 @@ from typing import Any
 
 from meshwright.plugin import (
     CONNECT_TIMEOUT_S,
+    INTERRUPTED_EXIT_CODE,
     Hang,
     MeshwrightError,
     Progress,
@@ -45,9 +46,6 @@ from meshwright.plugin import (
 from .external_watchdog import ExternalWatchdog
 from .hang_detection import describe_hung_rank
 from .heartbeat import Heartbeat
-
-INTERRUPTED = 130
-"""Exit code after Ctrl-C: 128 + SIGINT, as in shells."""
 
 STORE_TIMEOUT_S = 5.0
 """Timeout for the store when a failure is reported: it was reachable before, so it answers at once or is gone."""
@@ -93,7 +91,7 @@ def run_guarded(
 
     After a failure, nothing is shut down, since that could wait for peers: end the process at once, with
     `exit_process`. `store`: the store of the launched world; None outside of one. `timeout_s`: limit for reaching it.
-    Returns 0, the exit code of the failure that was reported (on any rank), or INTERRUPTED.
+    Returns 0, the exit code of the failure that was reported (on any rank), or INTERRUPTED_EXIT_CODE.
     """
     install_output_escaping()
     if is_launched_by_torchrun():
@@ -107,7 +105,7 @@ def run_guarded(
         write_stderr(f"rank {get_rank_variable()}: {failure.text}")
         return failure.exit_code
     except KeyboardInterrupt:
-        return INTERRUPTED
+        return INTERRUPTED_EXIT_CODE
     try:
         main(store, *args)
     except Stopped as stopped:
@@ -120,7 +118,7 @@ def run_guarded(
     try:
         return _report_failure(failure)
     except KeyboardInterrupt:
-        return INTERRUPTED
+        return INTERRUPTED_EXIT_CODE
 
 
 @contextmanager
@@ -197,7 +195,7 @@ class RankFailure:
     @classmethod
     def from_exception(cls, error: BaseException, show_traceback: bool) -> RankFailure:
         if isinstance(error, KeyboardInterrupt):
-            return cls(INTERRUPTED, "")
+            return cls(INTERRUPTED_EXIT_CODE, "")
         if isinstance(error, SystemExit):
             # As in the interpreter: None is success, an int is the code, anything else is a message.
             if error.code is None or isinstance(error.code, int):

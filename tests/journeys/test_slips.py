@@ -1,0 +1,63 @@
+"""What newcomers write by mistake, or as in another library: the answer says what to write instead."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from meshwright.cli.main import _invoke, build_app
+from meshwright.files.command_helpers import exit_on_error
+from meshwright_run.other_names import OTHER_NAMES
+from meshwright_run.run_file import load_run
+from meshwright_run.run_schema import run_schema
+
+REPOSITORY = Path(__file__).parents[2]
+SLIPS: dict[str, Any] = yaml.safe_load((Path(__file__).parent / "slips.yaml").read_text())
+
+
+def invoke(line: str, monkeypatch: pytest.MonkeyPatch) -> int:
+    """Run a command line in this process, as `meshwright.cli.main.main` does; return its exit code."""
+    monkeypatch.setattr(sys, "argv", ["meshwright", *line.replace("FILE", "examples/stdlib.yaml").split()])
+    with pytest.raises(SystemExit) as end, exit_on_error(show_traceback=False):
+        raise SystemExit(_invoke(build_app()))
+    return int(end.value.code)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("slip", SLIPS["slips"], ids=lambda slip: slip["line"])
+def test_the_answer_to_a_slip_says_what_to_write(
+    slip: dict[str, str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(REPOSITORY)
+    assert invoke(slip["line"], monkeypatch) == 2
+    output, error = capsys.readouterr()
+    assert slip["answer"] in error
+    assert error.startswith("error: ")
+    assert not output
+
+
+@pytest.mark.parametrize("setting", SLIPS["accepted"])
+def test_another_way_to_write_a_value_is_accepted(setting: str) -> None:
+    load_run(REPOSITORY / "examples/stdlib.yaml", [setting])
+
+
+def test_what_is_accepted_is_what_it_means() -> None:
+    settings = ["optimizer.name=adamw", "max_grad_norm=None", "checkpoint=null", "epochs=2", "model.dtype=bf16"]
+    config = load_run(REPOSITORY / "examples/stdlib.yaml", settings)
+    assert (config.optimizer.name, config.max_grad_norm, config.checkpoint.is_enabled) == ("AdamW", None, False)
+    assert (config.steps, config.epochs, config.model["dtype"]) == (None, 2.0, "bfloat16")
+
+
+def test_the_names_of_other_libraries_lead_to_keys_that_exist() -> None:
+    schema = run_schema()
+    keys = {note.removeprefix("Here it is ") for note in OTHER_NAMES.values() if note.startswith("Here it is ")}
+    assert len(keys) > 30
+    for key in keys:
+        section, _, rest = key.partition(".")
+        assert section in schema["properties"], key
+        if rest and section not in ("strategy_config", "model"):
+            assert f'"{rest}"' in str(schema["$defs"]).replace("'", '"'), key
+    assert not set(OTHER_NAMES) & set(schema["properties"])
