@@ -12,8 +12,9 @@ import numpy as np
 from meshwright.plugin import IGNORE_INDEX, DataError
 
 from .chat_template import AnswerExtractor, ChatTemplate
-from .config import Format, TooLongAction
-from .conversations import FieldReader, LossOn, Message, MessageReader, check_text
+from .config import BaseFormat, TooLongAction
+from .conversations import ASSISTANT, FieldReader, LossOn, Message, MessageReader, check_text
+from .prompt_template import ALPACA, CHAT, NONE, fill_template, get_placeholders
 from .sources import Record
 from .tokenizer import Document, DocumentTokenizer, choose_token_dtype, disable_tokenizer_threads, get_vocab_size
 
@@ -77,10 +78,11 @@ class Encoder:
     def __init__(
         self,
         tokenizer: PreTrainedTokenizerBase,
-        source_format: Format = "text",
+        source_format: BaseFormat = "text",
         *,
         loss_on: LossOn = "answers",
         chat_template: str | None = None,
+        template: str = NONE,
         too_long: TooLongAction | None = None,
         seq_len: int | None = None,
         fields: Mapping[str, str] | None = None,
@@ -92,7 +94,7 @@ class Encoder:
         self._seq_len, self._columns = seq_len, tuple(columns)
         self._fields = FieldReader(fields or {})
         self._writer = DocumentTokenizer(tokenizer)
-        self._parse = _build_parser(source_format, tokenizer, self._fields, loss_on, chat_template)
+        self._parse = _build_parser(source_format, tokenizer, self._fields, loss_on, chat_template, template)
 
     def encode(self, records: Sequence[Record]) -> tuple[list[list[Example]], EncodingCounts]:
         parsed = [self._parse(record) for record in records]
@@ -168,19 +170,21 @@ class Encoder:
 
 
 def _build_parser(
-    source_format: Format,
+    source_format: BaseFormat,
     tokenizer: PreTrainedTokenizerBase,
     fields: FieldReader,
     loss_on: LossOn,
     chat_template: str | None,
+    template: str,
 ) -> ParseRecord:
     if source_format == "text":
         return lambda record: [Document(fields.read_text(record, "text"), add_bos=True, add_eos=True)]
     if source_format == "tokens":
         return _build_token_parser(fields, tokenizer)
-    chat = _ChatParser(tokenizer, fields, loss_on, chat_template)
-    if source_format == "messages":
+    chat = _ChatParser(tokenizer, fields, loss_on, chat_template, template)
+    if source_format == "messages" or template == CHAT:
         _ = chat.answers  # raises for a tokenizer without a template
+    if source_format == "messages":
         return chat.parse_messages
     return chat.parse_completion if source_format == "prompt_completion" else chat.parse_preference
 
@@ -244,10 +248,16 @@ def _mask_from_loss_mask(record: Record, ids: np.ndarray, mask: np.ndarray) -> n
 
 class _ChatParser:
     def __init__(
-        self, tokenizer: PreTrainedTokenizerBase, fields: FieldReader, loss_on: LossOn, chat_template: str | None
+        self,
+        tokenizer: PreTrainedTokenizerBase,
+        fields: FieldReader,
+        loss_on: LossOn,
+        chat_template: str | None,
+        template: str,
     ) -> None:
         self._tokenizer, self._fields, self._chat_template = tokenizer, fields, chat_template
         self._loss_on: LossOn = loss_on
+        self._template = template
         self._reader = MessageReader(fields)
 
     @cached_property
@@ -256,13 +266,14 @@ class _ChatParser:
         return AnswerExtractor(ChatTemplate(self._tokenizer, self._chat_template), self._loss_on)
 
     def parse_messages(self, record: Record) -> list[Document]:
-        return self.answers.build_documents(
-            self._reader.build_conversation(record, self._reader.read_messages(record, "messages"))
-        )
+        messages = self._reader.read_messages(record, "messages")
+        if self._fields.has_source_name("system") and self._fields.get(record, "system"):
+            messages.insert(0, {"role": "system", "content": self._fields.read_text(record, "system")})
+        return self.answers.build_documents(self._reader.build_conversation(record, messages))
 
     def parse_completion(self, record: Record) -> list[Document]:
-        if isinstance(self._fields.require(record, "prompt"), str) and self._is_text(record, "completion"):
-            return [self._join_prompt_and_answer(record, "completion")]
+        if self._is_text(record, "completion") and self._has_text_prompt(record):
+            return self._build_text_documents(record, "completion")
         prompt, completion = (self._reader.read_messages(record, field) for field in ("prompt", "completion"))
         return self.answers.build_documents(
             self._reader.build_conversation(record, [*prompt, *completion], num_prompt_messages=len(prompt))
@@ -270,7 +281,9 @@ class _ChatParser:
 
     def parse_preference(self, record: Record) -> list[Document]:
         if self._is_text(record, "chosen") and self._is_text(record, "rejected"):
-            return [self._join_prompt_and_answer(record, field) for field in ("chosen", "rejected")]
+            return [
+                each for field in ("chosen", "rejected") for each in self._build_text_documents(record, field)
+            ]
         sides = [self._reader.read_messages(record, field) for field in ("chosen", "rejected")]
         prompt = self._find_prompt(record, sides)
         documents = []
@@ -313,13 +326,25 @@ class _ChatParser:
     def _is_text(self, record: Record, field: str) -> bool:
         return isinstance(self._fields.require(record, field), str)
 
-    def _join_prompt_and_answer(self, record: Record, field: str) -> Document:
-        prompt, answer = self._fields.read_text(record, "prompt"), self._fields.read_text(record, field)
+    def _has_text_prompt(self, record: Record) -> bool:
+        names = get_placeholders(self._template)
+        return "prompt" not in names or isinstance(self._fields.require(record, "prompt"), str)
+
+    def _build_text_documents(self, record: Record, field: str) -> list[Document]:
+        """Return the documents of a prompt and an answer that are both text."""
+        values = {name: self._fields.read_text(record, name) for name in get_placeholders(self._template)}
+        takes_input = self._template == ALPACA or self._fields.has_source_name("input")
+        if takes_input and self._fields.get(record, "input") is not None:
+            values["input"] = self._fields.read_text(record, "input")
+        prompt, answer = fill_template(self._template, values), self._fields.read_text(record, field)
         if not answer:
             raise DataError(
                 f"{record.location}: empty answer: field {self._fields.get_source_name(field)!r} has no text. "
                 "Remove such records."
             )
+        if self._template == CHAT:
+            turns: list[Message] = [{"role": "user", "content": prompt}, {"role": ASSISTANT, "content": answer}]
+            return self.answers.build_documents(self._reader.build_conversation(record, turns, num_prompt_messages=1))
         text = prompt + answer
         span = None if self._loss_on == "all" else ((len(prompt), len(text)),)
-        return Document(text, span, add_bos=True, add_eos=True)
+        return [Document(text, span, add_bos=True, add_eos=True)]

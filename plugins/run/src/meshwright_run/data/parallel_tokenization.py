@@ -39,6 +39,7 @@ from .documents import (
     mixed_column_error,
 )
 from .encoder import Encoder, EncodingCounts, Example
+from .prompt_template import ALPACA, NONE, get_placeholders
 from .sources import Record, get_source_field
 from .tokenizer import choose_token_dtype, disable_tokenizer_threads
 
@@ -71,9 +72,12 @@ def build_tokenization(source: SourceConfig, config: DataConfig, held_out_fracti
         "too_long": too_long,
         # Documents of a stream may have any length.
         "seq_len": None if too_long is None else config.seq_len,
-        "fields": source.fields,
+        "fields": source.field_names,
         "columns": source.columns,
     }
+    # Entries that were written before there were templates keep their keys.
+    if (template := config.resolve_template(source)) != NONE:
+        options["template"] = template
     return Tokenization(source, options, held_out_fraction)
 
 
@@ -101,7 +105,7 @@ def tokenize_records(
     with disable_tokenizer_threads():
         encode = ChunkEncoder(tokenization, tokenizer)
         # Tokenizers written in Python are not known to be thread-safe.
-        use_threads = tokenization.source.format == "text" and bool(tokenizer.is_fast)
+        use_threads = tokenization.source.base_format == "text" and bool(tokenizer.is_fast)
         batches = _batches(records)
         max_characters = _MAX_THREADED_CHARACTERS if use_threads else _MAX_SINGLE_THREAD_CHARACTERS
         first_batches = islice(batches, max(1, max_characters // _CHARACTERS_PER_BATCH))
@@ -114,7 +118,7 @@ def tokenize_records(
 
 class ChunkEncoder:
     def __init__(self, tokenization: Tokenization, tokenizer: PreTrainedTokenizerBase) -> None:
-        self._encoder = Encoder(tokenizer, tokenization.source.format, **tokenization.options)
+        self._encoder = Encoder(tokenizer, tokenization.source.base_format, **tokenization.options)
         self._tokenization, self._dtype = tokenization, choose_token_dtype(tokenizer)
 
     def __call__(self, records: list[Record]) -> TokenizedChunk:
@@ -123,7 +127,7 @@ class ChunkEncoder:
         nearest: dict[Split, tuple[float, int, int]] = {}
         for record, record_examples in zip(records, encoded, strict=True):
             if record_examples:
-                hash_value = hash_to_unit_interval(_get_split_content(record, self._tokenization.source))
+                hash_value = hash_to_unit_interval(_get_split_content(record, self._tokenization))
                 split = assign_split(hash_value, self._tokenization.held_out_fraction)
                 split_examples = examples.setdefault(split, [])
                 if split not in nearest or is_nearer_boundary(hash_value, nearest[split][0], split):
@@ -136,12 +140,15 @@ class ChunkEncoder:
         return TokenizedChunk(documents, nearest, counts, sum(map(bool, encoded)))
 
 
-def _get_split_content(record: Record, source: SourceConfig) -> str:
+def _get_split_content(record: Record, tokenization: Tokenization) -> str:
     """Return the text or fields of a record, without columns. Records with equal content are in the same split."""
-    value = record.fields
+    value, source = record.fields, tokenization.source
     if source.format == "text":
         return str(value[get_source_field("text", source)])
-    names = {get_source_field(name, source) for name in FIELDS[source.format]}
+    template = tokenization.options.get("template", NONE)
+    optional = ("input",) if template == ALPACA else ()
+    used = (*FIELDS[source.base_format], *source.field_names, *get_placeholders(template), *optional)
+    names = {get_source_field(name, source) for name in used if name not in source.columns}
     return json.dumps({name: value[name] for name in sorted(names & value.keys())}, sort_keys=True, default=str)
 
 

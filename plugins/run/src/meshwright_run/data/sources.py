@@ -107,7 +107,7 @@ def build_record(value: Any, where: str, config: SourceConfig) -> Record:
     if not isinstance(value, dict):
         raise DataError(
             f"{where}: holds a JSON {type(value).__name__}. Each example must be one object, such as "
-            f'{{"{get_source_field(FIELDS[config.format][0], config)}": ...}}.'
+            f'{{"{get_source_field(FIELDS[config.base_format][0], config)}": ...}}.'
         )
     if config.columns:
         value = {
@@ -118,7 +118,7 @@ def build_record(value: Any, where: str, config: SourceConfig) -> Record:
 
 
 def get_source_field(name: str, config: SourceConfig) -> str:
-    return config.fields.get(name, name)
+    return config.field_names.get(name, name)
 
 
 def _read_column(value: dict[str, Any], name: str, where: str, config: SourceConfig) -> Any:
