@@ -96,7 +96,9 @@ class SourceConfig(FrozenModel):
     @property
     def base_format(self) -> BaseFormat:
         """`format`, or the one of which it is a preset."""
-        return PRESETS[self.format][0] if self.format in PRESETS else self.format
+        if self.format == "sharegpt" or self.format == "alpaca":
+            return PRESETS[self.format][0]
+        return self.format
 
     @property
     def field_names(self) -> dict[str, str]:

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from functools import cached_property
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import numpy as np
 
@@ -23,6 +24,7 @@ if TYPE_CHECKING:
 
 TokensAndMask = tuple[np.ndarray, np.ndarray | None]
 """Tokens and loss mask, (T,) each."""
+ResultT = TypeVar("ResultT")
 ParseRecord = Callable[[Record], Sequence[Document] | Sequence[TokensAndMask]]
 
 
@@ -96,27 +98,53 @@ class Encoder:
         self._writer = DocumentTokenizer(tokenizer)
         self._parse = _build_parser(source_format, tokenizer, self._fields, loss_on, chat_template, template)
 
-    def encode(self, records: Sequence[Record]) -> tuple[list[list[Example]], EncodingCounts]:
-        parsed = [self._parse(record) for record in records]
-        untokenized: list[Document] = []
-        counts = EncodingCounts(records=len(records))
-        for record, documents in zip(records, parsed, strict=True):
-            for document in documents:
-                if isinstance(document, Document):
-                    check_text(document.text, record.location, "the text")
-                    untokenized.append(document)
-                    counts += EncodingCounts(trailing_turns=document.num_trailing_turns)
+    def encode(
+        self, records: Sequence[Record], errors: list[DataError] | None = None
+    ) -> tuple[list[list[Example]], EncodingCounts]:
+        """Return the examples of each record, and counts. An error is raised, or appended to `errors` if given; the
+        record then has no examples."""
+        parsed = [self._try_or_keep(self._parse_and_check, record, errors) for record in records]
+        untokenized = [each for documents in parsed for each in documents or () if isinstance(each, Document)]
+        trailing = sum(document.num_trailing_turns for document in untokenized)
+        counts = EncodingCounts(records=len(records), trailing_turns=trailing)
         with disable_tokenizer_threads():
             tokenized = iter(self._writer.tokenize(untokenized))
         encoded: list[list[Example]] = []
         for record, documents in zip(records, parsed, strict=True):
-            arrays = [next(tokenized) if isinstance(each, Document) else each for each in documents]
-            columns = self._read_columns(record, [len(tokens) for tokens, _ in arrays])
-            examples = [Example(*each, values) for each, values in zip(arrays, columns, strict=True)]
-            kept, own = self._fit_to_length(examples, record)
+            arrays = [next(tokenized) if isinstance(each, Document) else each for each in documents or ()]
+            found = None
+            if documents is not None:
+                found = self._try_or_keep(functools.partial(self._build_examples, arrays), record, errors)
+            kept, own = found or ([], EncodingCounts())
             encoded.append(kept)
             counts += own
         return encoded, counts
+
+    def _try_or_keep(
+        self, function: Callable[[Record], ResultT], record: Record, errors: list[DataError] | None
+    ) -> ResultT | None:
+        try:
+            return function(record)
+        except DataError as error:
+            # Every example might take until the time limit.
+            if errors is None or isinstance(error.__cause__, TimeoutError):
+                raise
+            errors.append(error)
+            return None
+
+    def _parse_and_check(self, record: Record) -> Sequence[Document] | Sequence[TokensAndMask]:
+        if record.error is not None:
+            raise record.error
+        documents = self._parse(record)
+        for document in documents:
+            if isinstance(document, Document):
+                check_text(document.text, record.location, "the text")
+        return documents
+
+    def _build_examples(self, arrays: Sequence[TokensAndMask], record: Record) -> tuple[list[Example], EncodingCounts]:
+        columns = self._read_columns(record, [len(tokens) for tokens, _ in arrays])
+        examples = [Example(*each, values) for each, values in zip(arrays, columns, strict=True)]
+        return self._fit_to_length(examples, record)
 
     def _read_columns(self, record: Record, lengths: list[int]) -> list[dict[str, Any]]:
         columns: list[dict[str, Any]] = [{} for _ in lengths]
@@ -281,9 +309,7 @@ class _ChatParser:
 
     def parse_preference(self, record: Record) -> list[Document]:
         if self._is_text(record, "chosen") and self._is_text(record, "rejected"):
-            return [
-                each for field in ("chosen", "rejected") for each in self._build_text_documents(record, field)
-            ]
+            return [each for field in ("chosen", "rejected") for each in self._build_text_documents(record, field)]
         sides = [self._reader.read_messages(record, field) for field in ("chosen", "rejected")]
         prompt = self._find_prompt(record, sides)
         documents = []

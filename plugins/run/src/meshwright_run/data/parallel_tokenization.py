@@ -85,13 +85,14 @@ def build_tokenization(source: SourceConfig, config: DataConfig, held_out_fracti
 class TokenizedChunk:
     """Tokenized records; `num_kept` of them became documents.
 
-    `nearest_boundary`: for each split, the record nearest to the other: its hash value and documents, [first, stop).
+    `errors`: of the records that cannot be used. `nearest_boundary`: for each split, the record nearest to the other: its hash value and documents, [first, stop).
     """
 
     documents: dict[Split, TokenizedDocuments]
     nearest_boundary: dict[Split, tuple[float, int, int]]
     counts: EncodingCounts
     num_kept: int
+    errors: tuple[DataError, ...] = ()
 
 
 EncodeRecords = Callable[[list[Record]], TokenizedChunk]
@@ -103,7 +104,7 @@ def tokenize_records(
     """Yield the tokens of records in order, with few of them in memory; see [Note: where tokenizing runs]."""
     cores = count_usable_cores()
     with disable_tokenizer_threads():
-        encode = ChunkEncoder(tokenization, tokenizer)
+        encode = ChunkEncoder(tokenization, tokenizer, keep_errors=True)
         # Tokenizers written in Python are not known to be thread-safe.
         use_threads = tokenization.source.base_format == "text" and bool(tokenizer.is_fast)
         batches = _batches(records)
@@ -117,12 +118,17 @@ def tokenize_records(
 
 
 class ChunkEncoder:
-    def __init__(self, tokenization: Tokenization, tokenizer: PreTrainedTokenizerBase) -> None:
+    def __init__(
+        self, tokenization: Tokenization, tokenizer: PreTrainedTokenizerBase, keep_errors: bool = False
+    ) -> None:
+        """Load nothing. With `keep_errors`, errors of records are in the result instead of raised."""
         self._encoder = Encoder(tokenizer, tokenization.source.base_format, **tokenization.options)
         self._tokenization, self._dtype = tokenization, choose_token_dtype(tokenizer)
+        self._keep_errors = keep_errors
 
     def __call__(self, records: list[Record]) -> TokenizedChunk:
-        encoded, counts = self._encoder.encode(records)
+        errors: list[DataError] = []
+        encoded, counts = self._encoder.encode(records, errors if self._keep_errors else None)
         examples: dict[Split, list[Example]] = {}
         nearest: dict[Split, tuple[float, int, int]] = {}
         for record, record_examples in zip(records, encoded, strict=True):
@@ -137,7 +143,7 @@ class ChunkEncoder:
         documents = {
             split: _concat_examples(split_examples, self._dtype, columns) for split, split_examples in examples.items()
         }
-        return TokenizedChunk(documents, nearest, counts, sum(map(bool, encoded)))
+        return TokenizedChunk(documents, nearest, counts, sum(map(bool, encoded)), tuple(errors))
 
 
 def _get_split_content(record: Record, tokenization: Tokenization) -> str:
@@ -221,7 +227,7 @@ def _start_workers(tokenization: Tokenization, tokenizer: PreTrainedTokenizerBas
             worker = idle.get_nowait()
         except Empty:
             # The tokenizer is sent, since loading it may import torch.
-            worker = TokenizerWorker(ChunkEncoder, tokenization, tokenizer)
+            worker = TokenizerWorker(ChunkEncoder, tokenization, tokenizer, True)
             workers.append(worker)
         piece: TokenizedChunk = worker.call(records)
         idle.put(worker)
