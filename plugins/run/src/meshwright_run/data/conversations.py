@@ -19,7 +19,7 @@ _SYSTEM_ROLES = ("system", "developer")
 _TOOL_ROLES = ("tool", "function", "ipython")
 ROLES = (*_SYSTEM_ROLES, "user", ASSISTANT, *_TOOL_ROLES)
 _ROLE_ALIASES = {
-    **{"human": "user", "prompter": "user"},
+    **dict.fromkeys(("human", "prompter"), "user"),
     **dict.fromkeys(("gpt", "model", "bot", "chatgpt"), ASSISTANT),
     "observation": "tool",
 }

@@ -85,7 +85,8 @@ def build_tokenization(source: SourceConfig, config: DataConfig, held_out_fracti
 class TokenizedChunk:
     """Tokenized records; `num_kept` of them became documents.
 
-    `errors`: of the records that cannot be used. `nearest_boundary`: for each split, the record nearest to the other: its hash value and documents, [first, stop).
+    `errors`: of the records that cannot be used. `nearest_boundary`: for each split, the record nearest to the other:
+    its hash value and documents, [first, stop).
     """
 
     documents: dict[Split, TokenizedDocuments]
