@@ -41,13 +41,13 @@ from meshwright.plugin import (
 )
 
 from .commands import open_checkpoint_storage
+from .data.config import BaseFormat, SourceConfig
 from .data.progress import CONSOLE
 from .data.train_sampler import DataShard, build_datasets, read_eval_microbatches
 from .init_wizard.answers import parse_format
 from .init_wizard.layouts import detect_layout
 from .launch.rank_process import heartbeat, run_guarded
 from .loop_setup import build_data_shard
-from .metrics_report import format_eval_set
 from .preflight import (
     build_run_model,
     count_local_ranks,
@@ -58,6 +58,7 @@ from .preflight import (
 )
 from .run_directory import RunDirectory
 from .run_file import RunConfig, read_values
+from .step_text import format_eval_set
 
 if TYPE_CHECKING:
     from torch.distributed import Store
@@ -135,7 +136,7 @@ def build_eval_job(
     values["model"] = {key: each for key, each in values["model"].items() if key not in _TRUST_KEYS}
     if data:
         section = _build_data_section(data, format)
-        formats = {validate_config(SourceConfig, each).base_format for each in section["sources"]}
+        formats = {validate_config(SourceConfig, each, where="--data").base_format for each in section["sources"]}
         values["data"] = {**_keep_tokenization(values.get("data") or {}, formats), **section}
     elif not values.get("data"):
         kind = "is a model" if Path(target).is_dir() else "is not a directory, and would be a model of the Hub"
