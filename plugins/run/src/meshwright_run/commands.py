@@ -277,11 +277,11 @@ def init(
         flags = InitFlags(model, tuple(data) if data else None, format, adapter, devices, strategy, steps, epochs)
         answers = collect_answers(flags, detect_machine, get_registry(), create_console() if asks else None)
         config = write_run_file(file, answers, inspect_model(answers.model), detect_machine(), overwrite=overwrite)
-        if answers.model is not None:
-            print_first_example(config.data, answers.model, create_console())
         name = shlex.quote(str(file))
         echo(
             f"written {file}: {answers.strategy} on {answers.num_ranks} rank{'s' if answers.num_ranks > 1 else ''}\n"
             f"  meshwright explain {name}    # what it will do\n"
             f"  meshwright train {name}      # do it\n"
         )
+        if answers.model is not None:
+            print_first_example(config.data, answers.model, create_console())

@@ -259,6 +259,17 @@ def describe_run(prepared: PreparedRun, model: nn.Module, mesh: Mesh) -> list[st
         f"to train on, {len(held_out.get(HELD_OUT, ())):,} held out{others}; {config.batch_size} per step, "
         f"{prepared.num_steps} steps",
         *_warn_about_epochs(prepared),
+        *_warn_about_tokenizer(prepared),
+    ]
+
+
+def _warn_about_tokenizer(prepared: PreparedRun) -> list[str]:
+    config, directory = prepared.config, prepared.model.directory
+    if "path" not in config.model or config.data.tokenizer is not None or directory is None or has_tokenizer(directory):
+        return []
+    return [
+        f"warning: model.path={config.model['path']!r} has no tokenizer, so a new one was trained on these texts. Its "
+        "tokens are not those that the model was trained with. Set data.tokenizer to the directory of the model's."
     ]
 
 

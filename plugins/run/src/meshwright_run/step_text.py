@@ -35,10 +35,10 @@ class StepFormatter:
             # The first step is slower than the others.
             self._first_step = result.step, now
         first, at = self._first_step
-        left = (
-            "?" if result.step == first else _format_seconds((now - at) / (result.step - first) * _count_left(result))
-        )
-        return f"{_format_seconds(now - self._started_at)}<{left}"
+        remaining = "?"
+        if result.step > first:
+            remaining = _format_seconds((now - at) / (result.step - first) * (result.num_steps - result.step))
+        return f"{_format_seconds(now - self._started_at)}<{remaining}"
 
     def format_numbers(self, result: StepResult) -> str:
         epochs = ""
@@ -46,10 +46,6 @@ class StepFormatter:
             done, total = (steps * self.batch_size / self.num_rows for steps in (result.step, result.num_steps))
             epochs = f"epoch {done:.2f}/{total:.2f}  "
         return f"{epochs}{format_step(result, has_token_loss=self.has_token_loss)}"
-
-
-def _count_left(result: StepResult) -> int:
-    return max(result.num_steps - result.step, 0)
 
 
 def _format_seconds(seconds: float) -> str:

@@ -174,8 +174,10 @@ def _load_or_train_tokenizer(root: Path, sources: Sequence[ResolvedSource], conf
         if source.config.format != "text" or source.config.streaming:
             what = "streaming: true" if source.config.streaming else f"format={source.config.format}"
             raise ConfigError(
-                f"{source.config.location!r} ({what}) needs a tokenizer: the model's own, or data.tokenizer. One can "
-                "be trained only on text sources that are read before training."
+                f"{source.config.location!r} ({what}) needs a tokenizer: the model's own, or data.tokenizer. The "
+                "model has none: set data.tokenizer to the directory of one (with tokenizer.json), usually that of the "
+                "model from which this one was made. One can be trained only on text sources that are read before "
+                "training."
             )
     parts = {
         "format": TOKENIZER_FORMAT,
