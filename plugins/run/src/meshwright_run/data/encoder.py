@@ -350,11 +350,14 @@ class _ChatParser:
         )
 
     def _is_text(self, record: Record, field: str) -> bool:
-        return isinstance(self._fields.require(record, field), str)
+        value = self._fields.require(record, field)
+        if value is None:
+            self._fields.raise_invalid(record, field, value, "must hold a text or a list of messages")
+        return isinstance(value, str)
 
     def _has_text_prompt(self, record: Record) -> bool:
         names = get_placeholders(self._template)
-        return "prompt" not in names or isinstance(self._fields.require(record, "prompt"), str)
+        return "prompt" not in names or self._is_text(record, "prompt")
 
     def _build_text_documents(self, record: Record, field: str) -> list[Document]:
         """Return the documents of a prompt and an answer that are both text."""
