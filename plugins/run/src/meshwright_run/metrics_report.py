@@ -88,10 +88,10 @@ class MetricsReporter:
         self._lines: LineWriter | None = None
         self._has_warned = False
         # On a narrow terminal, the end of the numbers is cut off, not the times.
-        numbers = TextColumn("{task.description}", table_column=Column(no_wrap=True, overflow="ellipsis"))
+        numbers = TextColumn("{task.description}", table_column=Column(no_wrap=True, overflow="ellipsis", ratio=1))
         times = (TimeElapsedColumn(), TextColumn("<"), TimeRemainingColumn())
         columns = (TextColumn("step"), MofNCompleteColumn(), BarColumn(_BAR_WIDTH), *times, numbers)
-        self._progress = Progress(*columns, console=console, disable=not console.is_terminal)
+        self._progress = Progress(*columns, console=console, disable=not console.is_terminal, expand=True)
         self._task = self._progress.add_task("", total=None)
         self._stragglers = StragglerFilter()
 

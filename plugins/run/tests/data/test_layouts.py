@@ -134,8 +134,12 @@ def test_a_run_trains_on_what_init_wrote_and_data_show_shows_it(name):
     code, output = invoke("data", "show", f"{name}.yaml")
     assert code == 0, output
     assert "⟦" in output
-    code, output = invoke("train", f"{name}.yaml", "--set", "epochs=1", "--set", "device=cpu", "--set", "sample=null")
+    epochs = 11 if name == "openai" else 1
+    options = [f"epochs={epochs}", "device=cpu", "sample=null"]
+    code, output = invoke("train", f"{name}.yaml", *(part for each in options for part in ("--set", each)))
     assert code == 0, output
+    assert f"epoch {epochs}." in output
+    assert ("warning: epochs=11 trains 11 epochs: the model sees each of" in output) == (epochs == 11)
     lines = [json.loads(line) for line in Path(f"runs/{name}/metrics.jsonl").read_text(encoding="utf-8").splitlines()]
     assert lines
     assert all(line["num_tokens"] <= line["num_input_tokens"] or name.startswith("preference") for line in lines)
