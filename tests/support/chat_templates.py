@@ -120,7 +120,7 @@ def _build_sentencepiece_tokenizer(kind: str) -> Tokenizer:
 
 
 def build_record(value: dict, where: str = "chats.jsonl:1") -> SimpleNamespace:
-    return SimpleNamespace(fields=value, location=where)
+    return SimpleNamespace(fields=value, location=where, error=None)
 
 
 def build_conversation(*texts: str, system: str | None = None) -> list[dict[str, str]]:

@@ -61,6 +61,8 @@ class StepResult:
     skip_reason: str = ""
     """Why the optimizer did not step, see `on_bad_step`; empty if it did."""
     world_size: int = 1
+    num_input_tokens: int | None = None
+    """Tokens of the global batch, supervised or not, without padding; None: unknown."""
     flops: float | None = None
     """Floating-point operations of the model in this step, over all ranks, without recomputation; None: unknown."""
     peak_flops: float | None = None

@@ -20,8 +20,8 @@ from meshwright.testing import Case
 from meshwright.train.loop.extension import FlopsReporter
 from meshwright_plan.planner import ModelFlops, count_model_flops
 from meshwright_plan.trace import TrainingJob
-from meshwright_run.metrics_report import format_step
 from meshwright_run.run_file import OptimizerConfig
+from meshwright_run.step_text import format_step
 from meshwright_testing import pool
 from meshwright_testing.case import rank_microbatches
 from meshwright_testing.parity import build_manager

@@ -244,7 +244,8 @@ def init(
     format: Annotated[
         str | None,
         typer.Option(
-            help="Format of the files: text, messages or prompt_completion; default: detected from the first line."
+            help="Format of the files: text, messages, sharegpt, prompt_completion, alpaca, preference or tokens; "
+            "default: detected from the columns."
         ),
     ] = None,
     adapter: Annotated[
@@ -256,7 +257,9 @@ def init(
     strategy: Annotated[
         str | None, typer.Option(help="Strategy; default: the one recommended for this number of devices.")
     ] = None,
-    steps: Annotated[int | None, typer.Option(min=1, help="Number of optimizer steps; default: 300.")] = None,
+    steps: Annotated[
+        int | None, typer.Option(min=1, help="Number of optimizer steps; default: 300, or 3 epochs of your files.")
+    ] = None,
     epochs: Annotated[float | None, typer.Option(help="Number of epochs, instead of steps.")] = None,
     yes: Annotated[
         bool, typer.Option("--yes", "-y", help="Do not ask; use the default of each flag that is not given.")
@@ -273,16 +276,19 @@ def init(
     """
     with exit_on_error(traceback):
         from .init_wizard.answers import InitFlags, collect_answers, detect_machine, inspect_model
+        from .init_wizard.preview import print_first_example
         from .init_wizard.run_file_text import check_output_file, write_run_file
 
         check_output_file(file, overwrite=overwrite)
         asks = not yes and sys.stdin.isatty() and sys.stdout.isatty()
         flags = InitFlags(model, tuple(data) if data else None, format, adapter, devices, strategy, steps, epochs)
         answers = collect_answers(flags, detect_machine, get_registry(), create_console() if asks else None)
-        write_run_file(file, answers, inspect_model(answers.model), detect_machine(), overwrite=overwrite)
+        config = write_run_file(file, answers, inspect_model(answers.model), detect_machine(), overwrite=overwrite)
         name = shlex.quote(str(file))
         echo(
             f"written {file}: {answers.strategy} on {answers.num_ranks} rank{'s' if answers.num_ranks > 1 else ''}\n"
             f"  meshwright explain {name}    # what it will do\n"
             f"  meshwright train {name}      # do it\n"
         )
+        if answers.model is not None:
+            print_first_example(config.data, answers.model, create_console())

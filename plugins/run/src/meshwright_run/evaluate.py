@@ -39,12 +39,13 @@ from meshwright.plugin import (
 )
 
 from .commands import open_checkpoint_storage
+from .data.config import BaseFormat, SourceConfig
 from .data.progress import CONSOLE
 from .data.train_sampler import DataShard, build_datasets, read_eval_microbatches
-from .init_wizard.answers import guess_format
+from .init_wizard.answers import parse_format
+from .init_wizard.layouts import detect_layout
 from .launch.rank_process import heartbeat, run_guarded
 from .loop_setup import build_data_shard
-from .metrics_report import format_eval_set
 from .preflight import (
     build_run_model,
     count_local_ranks,
@@ -56,6 +57,7 @@ from .preflight import (
 from .run_directory import RunDirectory
 from .run_file import RunConfig
 from .run_file_values import read_values
+from .step_text import format_eval_set
 
 if TYPE_CHECKING:
     from torch.distributed import Store
@@ -122,7 +124,7 @@ def build_eval_job(
     Args:
         target: path, URL of a checkpoint, or Hub id.
         data: globs of files, or `NAME=GLOB`; empty: the evaluation sets of the run.
-        format: format of these files; None: guessed from the first object.
+        format: format of these files; None: detected from their columns.
         assignments: changes of the run file, `key=value`.
     """
     if json_file is not None and not json_file.absolute().parent.is_dir():
@@ -134,7 +136,9 @@ def build_eval_job(
     # Which code runs is for the user to say, not for files: --set model.trust_remote_code=....
     values["model"] = {key: each for key, each in values["model"].items() if key not in _TRUST_KEYS}
     if data:
-        values["data"] = {**_keep_tokenization(values.get("data") or {}), **_build_data_section(data, format)}
+        section = _build_data_section(data, format)
+        formats = {validate_config(SourceConfig, each, where="--data").base_format for each in section["sources"]}
+        values["data"] = {**_keep_tokenization(values.get("data") or {}, formats), **section}
     elif not values.get("data"):
         kind = "is a model" if Path(target).is_dir() else "is not a directory, and would be a model of the Hub"
         raise ConfigError(f"{target} {kind}, so it names no data. Give files: --data 'eval/*.jsonl'.")
@@ -204,8 +208,13 @@ def _choose_seq_len(model: Path) -> int:
     return min(_SEQ_LEN, positions) if isinstance(positions, int) and positions > 1 else _SEQ_LEN
 
 
-def _keep_tokenization(section: Mapping[str, Any]) -> dict[str, Any]:
-    kept = ("tokenizer", "seq_len", "loss_on", "chat_template", "cache_dir", "text_field")
+def _keep_tokenization(section: Mapping[str, Any], formats: set[BaseFormat]) -> dict[str, Any]:
+    kept = ["tokenizer", "seq_len", "cache_dir", "text_field"]
+    # These are errors where they have no effect.
+    if formats - {"text", "tokens"}:
+        kept += ["loss_on", "chat_template"]
+    if formats - {"text", "tokens", "messages"}:
+        kept.append("template")
     return {key: section[key] for key in kept if section.get(key) is not None}
 
 
@@ -218,7 +227,12 @@ def _build_data_section(globs: Sequence[str], format: str | None) -> dict[str, A
         if name in patterns:
             raise ConfigError(f"--data: two sets are called {name!r}. Name them: --data NAME={pattern!r}.")
         patterns[name] = pattern
-    sets = {name: {"files": each, "format": format or guess_format([each])} for name, each in patterns.items()}
+    named = None if format is None else parse_format(format)
+    layouts = {name: detect_layout([each], format=named) for name, each in patterns.items()}
+    sets = {
+        name: {"files": patterns[name], "format": layout.format, "fields": dict(layout.fields)}
+        for name, layout in layouts.items()
+    }
     return {"sources": list(sets.values()), "eval_sets": sets, "eval_fraction": 0.0}
 
 

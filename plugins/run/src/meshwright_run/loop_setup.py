@@ -28,7 +28,9 @@ from meshwright.plugin import (
     ConfigError,
     Degrees,
     Loop,
+    LoopExtension,
     OptimizerFactory,
+    StepResult,
     StrategyManager,
     atomic_writer,
     build_scheduler,
@@ -149,8 +151,23 @@ def build_loop(
         verify_every=config.verify_every,
         objective=prepared.objective,
         start_step=0 if resume_point is None else resume_point.step,
+        extensions=[InputTokenCounter(feed, origin[0])],
         resume_state=None if resume_point is None else resume_point.loop_state,
     )
+
+
+class InputTokenCounter(LoopExtension):
+    """Report the input tokens of each step. Consecutive steps draw consecutive batches, also after a rollback."""
+
+    def __init__(self, sampler: TrainSampler, first_draw: int) -> None:
+        self._sampler, self._next_draw = sampler, first_draw
+
+    def step_context(self, index: int) -> AbstractContextManager[object]:
+        self._next_draw += 1
+        return nullcontext()
+
+    def process_result(self, result: StepResult) -> StepResult:
+        return replace(result, num_input_tokens=self._sampler.token_counts.get(self._next_draw - 1))
 
 
 def build_data_shard(degrees: Degrees, micro_batch_size: int, data_rank: int) -> DataShard:
@@ -201,6 +218,9 @@ class _DatasetWithColumn(RowDataset):
 
     def lengths(self, indices: np.ndarray) -> np.ndarray | None:
         return self._dataset.lengths(self._indices[indices])
+
+    def count_tokens(self, indices: np.ndarray) -> int:
+        return self._dataset.count_tokens(self._indices[indices])
 
     def _read_arrays(self, rows: np.ndarray, length: int) -> dict[str, np.ndarray]:
         numbers = self._indices[rows]

@@ -17,11 +17,11 @@ from pathlib import Path
 from typing import Any, Literal
 
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+from rich.table import Column
 from rich.text import Text
 
 from meshwright.plugin import (
-    EMA_SUFFIX,
     SAFE_PYTHON,
     BadStep,
     StepResult,
@@ -37,6 +37,7 @@ from meshwright.plugin import (
 )
 
 from .run_directory import RunDirectory
+from .step_text import StepFormatter, format_eval_set
 
 _RATES = ("tokens_per_second", "tokens_per_second_per_device")
 NONDETERMINISTIC_FIELDS = frozenset(
@@ -55,6 +56,7 @@ _PLAIN_FIELDS = (
     "grad_norm",
     "learning_rate",
     "num_tokens",
+    "num_input_tokens",
     "seconds",
     "world_size",
     "flops",
@@ -62,6 +64,7 @@ _PLAIN_FIELDS = (
 )
 _NUMBER_KEYS = {**{name: name for name in _PLAIN_FIELDS}, "end_time": "time"}
 """Fields of a StepResult that are numbers, and their keys in a line."""
+_BAR_WIDTH = 12
 _MAX_LISTED_LINES = 5
 """Maximum number of unreadable lines that a warning lists."""
 
@@ -77,18 +80,24 @@ class MetricsReporter:
         console: Console,
         previous_results: Sequence[StepResult] = (),
         on_error: Literal["stop", "continue"] = "stop",
+        formatter: StepFormatter | None = None,
     ) -> None:
+        self._formatter = formatter or StepFormatter()
         self._previous_results, self._on_error = previous_results, on_error
         self._metrics, self._log_every, self._console = metrics, log_every, console
         self._lines: LineWriter | None = None
         self._has_warned = False
-        columns = (TextColumn("step"), MofNCompleteColumn(), BarColumn(), TextColumn("{task.description}"))
-        self._progress = Progress(*columns, TimeRemainingColumn(), console=console, disable=not console.is_terminal)
+        # On a narrow terminal, the end of the numbers is cut off, not the times.
+        numbers = TextColumn("{task.description}", table_column=Column(no_wrap=True, overflow="ellipsis", ratio=1))
+        times = (TimeElapsedColumn(), TextColumn("<"), TimeRemainingColumn())
+        columns = (TextColumn("step"), MofNCompleteColumn(), BarColumn(_BAR_WIDTH), *times, numbers)
+        self._progress = Progress(*columns, console=console, disable=not console.is_terminal, expand=True)
         self._task = self._progress.add_task("", total=None)
         self._stragglers = StragglerFilter()
 
     def __enter__(self) -> MetricsReporter:
         self._lines = _open_with_results(self._metrics, self._previous_results)
+        self._formatter.start()
         self._progress.start()
         return self
 
@@ -109,11 +118,11 @@ class MetricsReporter:
             )
         if result.skip_reason:
             return
-        text = format_step(result)
+        text, times = self._formatter.format_numbers(result), self._formatter.format_times(result)
         if self._console.is_terminal:
             self._progress.update(self._task, completed=result.step, total=result.num_steps, description=text)
         elif result.step % self._log_every == 0 or result.step in (1, result.num_steps):
-            print_text(f"step {result.step}/{result.num_steps}  {text}", self._console)
+            print_text(f"step {result.step}/{result.num_steps}  {times}  {text}", self._console)
 
     @hookimpl
     def on_bad_step(self, bad_step: BadStep) -> None:
@@ -265,28 +274,10 @@ def to_record(result: StepResult) -> dict[str, Any]:
         record["stragglers"] = [nan_to_none(each) for each in result.stragglers]
     if "held_out" in result.evaluations:
         record["held_out_loss"] = record["evaluations"]["held_out"]
-    for name in ("flops", "peak_flops", "mfu"):
+    for name in ("num_input_tokens", "flops", "peak_flops", "mfu"):
         if (value := getattr(result, name)) is not None:
             record[name] = value
     return record
-
-
-def format_step(result: StepResult) -> str:
-    text = (
-        f"loss {result.loss:.6f}  norm {result.grad_norm:.3f}  lr {result.learning_rate:.2e}  "
-        f"{result.tokens_per_second:,.0f} tokens/s"
-    )
-    if result.mfu is not None:
-        text += f"  MFU {result.mfu:.1%}"
-    losses = (f"{format_eval_set(name)} {value:.6f}" for name, value in result.evaluations.items())
-    sums = (f"{name} {value / result.num_tokens:.4g}" for name, value in result.sums.items())
-    return "  ".join([text, *losses, *sums])
-
-
-def format_eval_set(name: str) -> str:
-    """Return the display name of an evaluation set."""
-    base, suffix = (name.removesuffix(EMA_SUFFIX), " (ema)") if name.endswith(EMA_SUFFIX) else (name, "")
-    return f"{'held-out' if base == 'held_out' else base}{suffix}"
 
 
 def print_finished(directory: RunDirectory) -> None:

@@ -257,7 +257,9 @@ def needs_reference_log_probs(objective: Objective | None, datasets: RunDatasets
     if given.group_size != group:
         raise ConfigError(
             f"the {given.name} takes rows {given.group_size} by {given.group_size}, but the rows of these data are not "
-            "grouped. Use data of format preference, or give grouped micro-batches in a script: see "
+            "grouped. Use sources of format preference, whose examples have the fields prompt, chosen and rejected: "
+            "texts, or lists of messages (then prompt may be missing). Name other columns under `fields`, {chosen: its "
+            "name}. To train on single answers, leave objective out. In a script, give grouped micro-batches: see "
             "docs/reference/objectives.md."
         )
     missing = [name for name in getattr(objective, "columns", ()) if name not in first.column_specs]

@@ -34,10 +34,11 @@ from meshwright.plugin import (
 
 from .data.packing import RowDataset
 from .data.tokenizer import load_tokenizer
-from .metrics_report import format_eval_set, plot_loss_curve, print_text
+from .metrics_report import plot_loss_curve, print_text
 from .preflight import PreparedRun
 from .run_directory import IN_PROGRESS, RunDirectory
 from .run_sections import HELD_OUT, SampleConfig
+from .step_text import format_eval_set
 
 LOSS_WINDOW_STEPS = 20
 """Number of last steps over which the reported training loss is averaged."""

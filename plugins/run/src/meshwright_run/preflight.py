@@ -74,6 +74,9 @@ from .run_directory import RunDirectory
 from .run_file import RunConfig, resolve_layout
 from .run_sections import HELD_OUT
 
+MAX_USUAL_EPOCHS = 10
+"""Number of epochs above which a warning is printed."""
+
 
 @dataclass(frozen=True)
 class PreparedRun:
@@ -255,6 +258,30 @@ def describe_run(prepared: PreparedRun, model: nn.Module, mesh: Mesh) -> list[st
         f"{prepared.data.num_documents:,} documents: {' and '.join(counts)} sequences of {config.data.seq_len} tokens "
         f"to train on, {len(held_out.get(HELD_OUT, ())):,} held out{others}; {config.batch_size} per step, "
         f"{prepared.num_steps} steps",
+        *_warn_about_epochs(prepared),
+        *_warn_about_tokenizer(prepared),
+    ]
+
+
+def _warn_about_tokenizer(prepared: PreparedRun) -> list[str]:
+    config, directory = prepared.config, prepared.model.directory
+    if "path" not in config.model or config.data.tokenizer is not None or directory is None or has_tokenizer(directory):
+        return []
+    return [
+        f"warning: model.path={config.model['path']!r} has no tokenizer, so a new one was trained on these texts. Its "
+        "tokens are not those that the model was trained with. Set data.tokenizer to the directory of the model's."
+    ]
+
+
+def _warn_about_epochs(prepared: PreparedRun) -> list[str]:
+    rows, config = prepared.datasets.num_rows_per_epoch, prepared.config
+    epochs = 0.0 if rows is None else prepared.num_steps * config.batch_size / rows
+    if epochs <= MAX_USUAL_EPOCHS:
+        return []
+    length = f"epochs={config.epochs:g}" if config.steps is None else f"steps={config.steps}"
+    return [
+        f"warning: {length} trains {epochs:.0f} epochs: the model sees each of {rows:,} sequences that often, and is "
+        "likely to memorize them. Set epochs: 3, or give more data, and watch the held-out loss."
     ]
 
 

@@ -53,6 +53,7 @@ from .run_directory import RunDirectory
 from .run_file import RunConfig, to_redacted_dict
 from .run_logs import EventLog, HangFileReporter, RankLog, build_timeline_logs, get_run_id, log_event
 from .run_sections import KeepBestConfig
+from .step_text import StepFormatter
 
 if TYPE_CHECKING:
     from torch.distributed import Store
@@ -295,6 +296,9 @@ class _RankRun:
             console=self.console,
             previous_results=previous_results,
             on_error=on_error,
+            formatter=StepFormatter(
+                config.batch_size, self.prepared.datasets.num_rows_per_epoch, has_token_loss=config.objective is None
+            ),
         )
         curve = LossCurvePlotter(directory.metrics, directory.loss_curve, is_per_token=config.objective is None)
         journal = EventLog(directory.events)

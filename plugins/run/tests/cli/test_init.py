@@ -20,6 +20,7 @@ from meshwright.cli import main as cli
 from meshwright_run.data.tokenizer import train_tokenizer
 from meshwright_run.init_wizard import answers
 from meshwright_run.init_wizard.answers import InitAnswers, Machine, inspect_model
+from meshwright_run.init_wizard.layouts import DataLayout
 from meshwright_run.init_wizard.run_file_text import CHAT_TEMPLATE, write_run_file
 from meshwright_run.run_file import RunConfig, load_run
 from meshwright_testing.models import build_tiny_model
@@ -120,7 +121,7 @@ def test_nothing_is_replaced_unless_asked(tmp_path):
 
 def test_what_has_appeared_meanwhile_is_left_as_it_is(tmp_path):
     file = tmp_path / "run.yaml"
-    asked = InitAnswers(None, ("stdlib",), "text", False, 1, "single", 3, None)
+    asked = InitAnswers(None, ("stdlib",), DataLayout(), False, 1, "single", 3, None)
     file.write_text("mine", encoding="utf-8")
     with pytest.raises(ConfigError, match="cannot be written"):
         write_run_file(file, asked, inspect_model(None), Machine("cpu", 1, 2**30), overwrite=False)

@@ -476,8 +476,9 @@ def test_what_goes_wrong_in_a_process_is_reported_here(texts, message, tokenizer
     records = [Record({"text": text}, f"here:{place}") for place, text in enumerate(["a", "b", "c", *texts])]
     if texts == ["kill"]:
         monkeypatch.setattr(TokenizerWorker, "call", killed)
+    tokenization = build_tokenization(source, DataConfig(sources=[source]), 0.0)
     with pytest.raises(DataError, match=message):
-        list(tokenize_records(records, build_tokenization(source, DataConfig(sources=[source]), 0.0), tokenizer))
+        raise next(each for chunk in tokenize_records(records, tokenization, tokenizer) for each in chunk.errors)
 
 
 def killed(worker: TokenizerWorker, argument: Any) -> Any:

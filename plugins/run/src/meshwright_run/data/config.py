@@ -10,16 +10,19 @@ from pydantic import AfterValidator, Field, model_validator
 
 from meshwright.plugin import FrozenModel, PathStr, suggest_match
 
+from .prompt_template import ALPACA, NONE, find_template_error
+
 DEFAULT_VOCAB_SIZE = 1024
 
 STDLIB = "stdlib"
 
-Format = Literal["text", "messages", "prompt_completion", "preference", "tokens"]
+BaseFormat = Literal["text", "messages", "prompt_completion", "preference", "tokens"]
+Format = Literal["text", "messages", "sharegpt", "prompt_completion", "alpaca", "preference", "tokens"]
 Packing = Literal["documents", "stream", "none"]
 TooLongAction = Literal["error", "truncate", "drop", "split"]
 
 _CHAT = ("role", "content", "tools", "chat_template_kwargs")
-FIELDS: Mapping[Format, tuple[str, ...]] = MappingProxyType(
+FIELDS: Mapping[BaseFormat, tuple[str, ...]] = MappingProxyType(
     {
         "text": ("text",),
         "messages": ("messages", *_CHAT),
@@ -29,6 +32,16 @@ FIELDS: Mapping[Format, tuple[str, ...]] = MappingProxyType(
     }
 )
 """Default field names of each format."""
+PRESETS: Mapping[Format, tuple[BaseFormat, Mapping[str, str]]] = MappingProxyType(
+    {
+        "sharegpt": (
+            "messages",
+            {"messages": "conversations", "role": "from", "content": "value", "system": "system"},
+        ),
+        "alpaca": ("prompt_completion", {"prompt": "instruction", "completion": "output", "input": "input"}),
+    }
+)
+"""Formats that are others with different default field names."""
 _BATCH_KEYS = frozenset({"input_ids", "labels", "position_ids", "attention_mask"})
 
 
@@ -80,6 +93,27 @@ class SourceConfig(FrozenModel):
     def group_size(self) -> int:
         return 2 if self.format == "preference" else 1
 
+    @property
+    def base_format(self) -> BaseFormat:
+        """`format`, or the one of which it is a preset."""
+        if self.format == "sharegpt" or self.format == "alpaca":
+            return PRESETS[self.format][0]
+        return self.format
+
+    @property
+    def field_names(self) -> dict[str, str]:
+        """Names of the source's fields that differ from those of `base_format`: standard name to the source's."""
+        if self.format not in PRESETS:
+            return self.fields
+        renamed = PRESETS[self.format][1]
+        own = {name: self.fields.get(name, self.fields.get(plain, plain)) for name, plain in renamed.items()}
+        return {**self.fields, **own}
+
+    def get_known_fields(self) -> tuple[str, ...]:
+        """Return the standard names of the fields of the format; of a preset, also those of its `base_format`."""
+        renamed = PRESETS[self.format][1] if self.format in PRESETS else {}
+        return tuple(dict.fromkeys((*renamed.values(), *renamed, *FIELDS[self.base_format])))
+
     @model_validator(mode="after")
     def _check_source(self) -> SourceConfig:
         if (self.files is None) == (self.dataset is None):
@@ -93,7 +127,7 @@ class SourceConfig(FrozenModel):
                 raise ValueError(
                     f"'stdlib' can be text, messages or prompt_completion, not format={self.format}. Name files instead"
                 )
-        known = (*FIELDS[self.format], *self.columns)
+        known = (*self.get_known_fields(), *self.columns)
         for name in self.fields:
             if name not in known:
                 raise ValueError(
@@ -101,7 +135,7 @@ class SourceConfig(FrozenModel):
                     f"standard name first, then the source's. Standard names: {', '.join(known)}"
                 )
         for name in self.columns:
-            taken = name in _BATCH_KEYS or name in FIELDS[self.format]
+            taken = name in _BATCH_KEYS or name in self.get_known_fields()
             if taken or self.columns.count(name) > 1 or not name:
                 raise ValueError(f"columns: {name!r} is empty, given twice, or already the name of a field")
         return self
@@ -138,6 +172,13 @@ class DataConfig(FrozenModel):
     )
     chat_template: str | None = Field(
         default=None, description="Jinja template, or the path of one; null: the tokenizer's own."
+    )
+    template: str | None = Field(
+        default=None,
+        min_length=1,
+        description="How a prompt of plain text is written before its answer: none (as it is), alpaca, chat (as a user "
+        "turn of the chat template), or a text with {placeholders} for fields; null: alpaca for format alpaca, else "
+        "none.",
     )
     packing: Packing | None = Field(
         default=None,
@@ -183,6 +224,12 @@ class DataConfig(FrozenModel):
         if self.resolve_packing() == "stream":
             return None
         return self.too_long or ("split" if format in ("text", "tokens") else "error")
+
+    def resolve_template(self, source: SourceConfig) -> str:
+        """Return `template`, or the value that null stands for."""
+        if source.base_format not in ("prompt_completion", "preference"):
+            return NONE
+        return self.template or (ALPACA if source.format == "alpaca" else NONE)
 
     def _iter_sources(self) -> Iterator[tuple[str, SourceConfig]]:
         for number, source in enumerate(self.get_training_sources()):
@@ -268,6 +315,18 @@ class DataConfig(FrozenModel):
         for name, value, plain in (("loss_on", self.loss_on, "answers"), ("chat_template", self.chat_template, None)):
             if value != plain and not answers:
                 raise ValueError(f"{name} has no effect: all sources are {' or '.join(sorted(formats))}. Leave it out")
+        self._check_template(answers)
+
+    def _check_template(self, formats: set[Format]) -> None:
+        if self.template is None:
+            return
+        if not formats & {"prompt_completion", "alpaca", "preference"}:
+            raise ValueError(
+                f"template={self.template!r} has no effect: no source has prompts of plain text (format alpaca, "
+                "prompt_completion or preference). Leave it out"
+            )
+        if problem := find_template_error(self.template):
+            raise ValueError(f"template: {problem}")
 
 
 def _check_weights(sources: list[SourceConfig]) -> None:

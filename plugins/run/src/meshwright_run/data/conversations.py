@@ -18,7 +18,11 @@ ASSISTANT = "assistant"
 _SYSTEM_ROLES = ("system", "developer")
 _TOOL_ROLES = ("tool", "function", "ipython")
 ROLES = (*_SYSTEM_ROLES, "user", ASSISTANT, *_TOOL_ROLES)
-_ROLE_ALIASES = {"human": "user", "gpt": ASSISTANT, "model": ASSISTANT}
+_ROLE_ALIASES = {
+    **dict.fromkeys(("human", "prompter"), "user"),
+    **dict.fromkeys(("gpt", "model", "bot", "chatgpt"), ASSISTANT),
+    "observation": "tool",
+}
 """Role names in datasets that are older than chat templates."""
 REASONING_KEYS = ("reasoning_content", "thinking", "reasoning")
 """Message keys of the reasoning before an answer, as in transformers."""
@@ -35,6 +39,9 @@ class FieldReader:
 
     def get_source_name(self, field: str) -> str:
         return self._source_names.get(field, field)
+
+    def has_source_name(self, field: str) -> bool:
+        return field in self._source_names
 
     def get(self, record: Record, field: str) -> Any:
         return record.fields.get(self.get_source_name(field))

@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from functools import cached_property
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import numpy as np
 
 from meshwright.plugin import IGNORE_INDEX, DataError
 
 from .chat_template import AnswerExtractor, ChatTemplate
-from .config import Format, TooLongAction
-from .conversations import FieldReader, LossOn, Message, MessageReader, check_text
+from .config import BaseFormat, TooLongAction
+from .conversations import ASSISTANT, FieldReader, LossOn, Message, MessageReader, check_text
+from .prompt_template import ALPACA, CHAT, NONE, fill_template, get_placeholders
 from .sources import Record
 from .tokenizer import Document, DocumentTokenizer, choose_token_dtype, disable_tokenizer_threads, get_vocab_size
 
@@ -22,6 +24,7 @@ if TYPE_CHECKING:
 
 TokensAndMask = tuple[np.ndarray, np.ndarray | None]
 """Tokens and loss mask, (T,) each."""
+ResultT = TypeVar("ResultT")
 ParseRecord = Callable[[Record], Sequence[Document] | Sequence[TokensAndMask]]
 
 
@@ -77,10 +80,11 @@ class Encoder:
     def __init__(
         self,
         tokenizer: PreTrainedTokenizerBase,
-        source_format: Format = "text",
+        source_format: BaseFormat = "text",
         *,
         loss_on: LossOn = "answers",
         chat_template: str | None = None,
+        template: str = NONE,
         too_long: TooLongAction | None = None,
         seq_len: int | None = None,
         fields: Mapping[str, str] | None = None,
@@ -92,29 +96,55 @@ class Encoder:
         self._seq_len, self._columns = seq_len, tuple(columns)
         self._fields = FieldReader(fields or {})
         self._writer = DocumentTokenizer(tokenizer)
-        self._parse = _build_parser(source_format, tokenizer, self._fields, loss_on, chat_template)
+        self._parse = _build_parser(source_format, tokenizer, self._fields, loss_on, chat_template, template)
 
-    def encode(self, records: Sequence[Record]) -> tuple[list[list[Example]], EncodingCounts]:
-        parsed = [self._parse(record) for record in records]
-        untokenized: list[Document] = []
-        counts = EncodingCounts(records=len(records))
-        for record, documents in zip(records, parsed, strict=True):
-            for document in documents:
-                if isinstance(document, Document):
-                    check_text(document.text, record.location, "the text")
-                    untokenized.append(document)
-                    counts += EncodingCounts(trailing_turns=document.num_trailing_turns)
+    def encode(
+        self, records: Sequence[Record], errors: list[DataError] | None = None
+    ) -> tuple[list[list[Example]], EncodingCounts]:
+        """Return the examples of each record, and counts. An error is raised, or appended to `errors` if given; the
+        record then has no examples."""
+        parsed = [self._try_or_keep(self._parse_and_check, record, errors) for record in records]
+        untokenized = [each for documents in parsed for each in documents or () if isinstance(each, Document)]
+        trailing = sum(document.num_trailing_turns for document in untokenized)
+        counts = EncodingCounts(records=len(records), trailing_turns=trailing)
         with disable_tokenizer_threads():
             tokenized = iter(self._writer.tokenize(untokenized))
         encoded: list[list[Example]] = []
         for record, documents in zip(records, parsed, strict=True):
-            arrays = [next(tokenized) if isinstance(each, Document) else each for each in documents]
-            columns = self._read_columns(record, [len(tokens) for tokens, _ in arrays])
-            examples = [Example(*each, values) for each, values in zip(arrays, columns, strict=True)]
-            kept, own = self._fit_to_length(examples, record)
+            arrays = [next(tokenized) if isinstance(each, Document) else each for each in documents or ()]
+            found = None
+            if documents is not None:
+                found = self._try_or_keep(functools.partial(self._build_examples, arrays), record, errors)
+            kept, own = found or ([], EncodingCounts())
             encoded.append(kept)
             counts += own
         return encoded, counts
+
+    def _try_or_keep(
+        self, function: Callable[[Record], ResultT], record: Record, errors: list[DataError] | None
+    ) -> ResultT | None:
+        try:
+            return function(record)
+        except DataError as error:
+            # Every example might take until the time limit.
+            if errors is None or isinstance(error.__cause__, TimeoutError):
+                raise
+            errors.append(error)
+            return None
+
+    def _parse_and_check(self, record: Record) -> Sequence[Document] | Sequence[TokensAndMask]:
+        if record.error is not None:
+            raise record.error
+        documents = self._parse(record)
+        for document in documents:
+            if isinstance(document, Document):
+                check_text(document.text, record.location, "the text")
+        return documents
+
+    def _build_examples(self, arrays: Sequence[TokensAndMask], record: Record) -> tuple[list[Example], EncodingCounts]:
+        columns = self._read_columns(record, [len(tokens) for tokens, _ in arrays])
+        examples = [Example(*each, values) for each, values in zip(arrays, columns, strict=True)]
+        return self._fit_to_length(examples, record)
 
     def _read_columns(self, record: Record, lengths: list[int]) -> list[dict[str, Any]]:
         columns: list[dict[str, Any]] = [{} for _ in lengths]
@@ -168,19 +198,21 @@ class Encoder:
 
 
 def _build_parser(
-    source_format: Format,
+    source_format: BaseFormat,
     tokenizer: PreTrainedTokenizerBase,
     fields: FieldReader,
     loss_on: LossOn,
     chat_template: str | None,
+    template: str,
 ) -> ParseRecord:
     if source_format == "text":
         return lambda record: [Document(fields.read_text(record, "text"), add_bos=True, add_eos=True)]
     if source_format == "tokens":
         return _build_token_parser(fields, tokenizer)
-    chat = _ChatParser(tokenizer, fields, loss_on, chat_template)
-    if source_format == "messages":
+    chat = _ChatParser(tokenizer, fields, loss_on, chat_template, template)
+    if source_format == "messages" or template == CHAT:
         _ = chat.answers  # raises for a tokenizer without a template
+    if source_format == "messages":
         return chat.parse_messages
     return chat.parse_completion if source_format == "prompt_completion" else chat.parse_preference
 
@@ -244,10 +276,16 @@ def _mask_from_loss_mask(record: Record, ids: np.ndarray, mask: np.ndarray) -> n
 
 class _ChatParser:
     def __init__(
-        self, tokenizer: PreTrainedTokenizerBase, fields: FieldReader, loss_on: LossOn, chat_template: str | None
+        self,
+        tokenizer: PreTrainedTokenizerBase,
+        fields: FieldReader,
+        loss_on: LossOn,
+        chat_template: str | None,
+        template: str,
     ) -> None:
         self._tokenizer, self._fields, self._chat_template = tokenizer, fields, chat_template
         self._loss_on: LossOn = loss_on
+        self._template = template
         self._reader = MessageReader(fields)
 
     @cached_property
@@ -256,13 +294,14 @@ class _ChatParser:
         return AnswerExtractor(ChatTemplate(self._tokenizer, self._chat_template), self._loss_on)
 
     def parse_messages(self, record: Record) -> list[Document]:
-        return self.answers.build_documents(
-            self._reader.build_conversation(record, self._reader.read_messages(record, "messages"))
-        )
+        messages = self._reader.read_messages(record, "messages")
+        if self._fields.has_source_name("system") and self._fields.get(record, "system"):
+            messages.insert(0, {"role": "system", "content": self._fields.read_text(record, "system")})
+        return self.answers.build_documents(self._reader.build_conversation(record, messages))
 
     def parse_completion(self, record: Record) -> list[Document]:
-        if isinstance(self._fields.require(record, "prompt"), str) and self._is_text(record, "completion"):
-            return [self._join_prompt_and_answer(record, "completion")]
+        if self._is_text(record, "completion") and self._has_text_prompt(record):
+            return self._build_text_documents(record, "completion")
         prompt, completion = (self._reader.read_messages(record, field) for field in ("prompt", "completion"))
         return self.answers.build_documents(
             self._reader.build_conversation(record, [*prompt, *completion], num_prompt_messages=len(prompt))
@@ -270,7 +309,7 @@ class _ChatParser:
 
     def parse_preference(self, record: Record) -> list[Document]:
         if self._is_text(record, "chosen") and self._is_text(record, "rejected"):
-            return [self._join_prompt_and_answer(record, field) for field in ("chosen", "rejected")]
+            return [each for field in ("chosen", "rejected") for each in self._build_text_documents(record, field)]
         sides = [self._reader.read_messages(record, field) for field in ("chosen", "rejected")]
         prompt = self._find_prompt(record, sides)
         documents = []
@@ -311,15 +350,30 @@ class _ChatParser:
         )
 
     def _is_text(self, record: Record, field: str) -> bool:
-        return isinstance(self._fields.require(record, field), str)
+        value = self._fields.require(record, field)
+        if value is None:
+            self._fields.raise_invalid(record, field, value, "must hold a text or a list of messages")
+        return isinstance(value, str)
 
-    def _join_prompt_and_answer(self, record: Record, field: str) -> Document:
-        prompt, answer = self._fields.read_text(record, "prompt"), self._fields.read_text(record, field)
+    def _has_text_prompt(self, record: Record) -> bool:
+        names = get_placeholders(self._template)
+        return "prompt" not in names or self._is_text(record, "prompt")
+
+    def _build_text_documents(self, record: Record, field: str) -> list[Document]:
+        """Return the documents of a prompt and an answer that are both text."""
+        values = {name: self._fields.read_text(record, name) for name in get_placeholders(self._template)}
+        takes_input = self._template == ALPACA or self._fields.has_source_name("input")
+        if takes_input and self._fields.get(record, "input") is not None:
+            values["input"] = self._fields.read_text(record, "input")
+        prompt, answer = fill_template(self._template, values), self._fields.read_text(record, field)
         if not answer:
             raise DataError(
                 f"{record.location}: empty answer: field {self._fields.get_source_name(field)!r} has no text. "
                 "Remove such records."
             )
+        if self._template == CHAT:
+            turns: list[Message] = [{"role": "user", "content": prompt}, {"role": ASSISTANT, "content": answer}]
+            return self.answers.build_documents(self._reader.build_conversation(record, turns, num_prompt_messages=1))
         text = prompt + answer
         span = None if self._loss_on == "all" else ((len(prompt), len(text)),)
-        return Document(text, span, add_bos=True, add_eos=True)
+        return [Document(text, span, add_bos=True, add_eos=True)]

@@ -18,6 +18,7 @@ from typing import Any, BinaryIO
 
 from meshwright.plugin import DataError, open_regular_file
 
+from .content_check import check_is_text
 from .progress import ReadProgress
 
 LocatedValue = tuple[Any, str]
@@ -57,8 +58,11 @@ def get_file_kind(path: Path) -> str:
 
 
 def read_file(path: Path, progress: ReadProgress) -> Iterator[LocatedValue]:
+    """Yield the values of a file. A line that cannot be read yields a DataError as its value."""
     with open_decompressed(path, progress) as file:
-        yield from READERS[get_file_kind(path)](file, path)
+        if (kind := get_file_kind(path)) != ".parquet":
+            check_is_text(file, path)
+        yield from READERS[kind](file, path)
 
 
 @contextmanager
@@ -138,7 +142,10 @@ class _ZstdReader(io.RawIOBase):
 
 
 def _read_text(file: BinaryIO, path: Path) -> Iterator[LocatedValue]:
-    yield {"text": _decode_utf8(_read_document(file, path), str(path))}, str(path)
+    try:
+        yield {"text": _decode_utf8(_read_document(file, path), str(path))}, str(path)
+    except DataError as error:
+        yield error, str(path)
 
 
 def _read_python(file: BinaryIO, path: Path) -> Iterator[LocatedValue]:
@@ -158,7 +165,11 @@ def _read_lines(file: BinaryIO, path: Path) -> Iterator[LocatedValue]:
     for number, line in _iter_lines(file, path):
         if line.strip():
             where = f"{path}:{number}"
-            yield _parse_json_line(_decode_utf8(line, where), where), where
+            try:
+                value = _parse_json_line(_decode_utf8(line, where), where)
+            except DataError as error:
+                value = error
+            yield value, where
 
 
 def _iter_lines(file: BinaryIO, path: Path) -> Iterator[tuple[int, bytes]]:
@@ -187,8 +198,10 @@ def _parse_json_line(line: str, where: str) -> Any:
         return json.loads(line)
     except (ValueError, RecursionError) as error:
         at = f"{error.msg} at column {error.colno}" if isinstance(error, json.JSONDecodeError) else str(error)
+        advice = " A file that holds one array is a .json file: rename it." if line.lstrip().startswith("[") else ""
         raise DataError(
             f'{where}: not valid JSON ({at}). Each line of a .jsonl file must be one object, such as {{"text": "..."}}.'
+            f"{advice}"
         ) from None
 
 
@@ -203,16 +216,25 @@ def _read_csv(file: BinaryIO, path: Path) -> Iterator[LocatedValue]:
                 names = row
                 if len(set(names)) < len(names):
                     raise DataError(f"{path}:{line}: the header names a field twice: {', '.join(names)}.")
-            elif row:
-                if len(row) != len(names):
+                if len(names) == 1 and (separator := next((each for each in "\t;|" if each in names[0]), "")):
                     raise DataError(
-                        f"{path}:{line}: {len(row)} fields, but the header names {len(names)}: {', '.join(names)}. "
-                        "Quote fields that contain commas or line breaks."
+                        f"{path}:{line}: the header {names[0]!r:.80} has no comma but {separator!r}. Fields of a .csv "
+                        "file are separated by commas: convert it."
                     )
+            elif row and len(row) != len(names):
+                yield _build_row_length_error(f"{path}:{line}", row, names), f"{path}:{line}"
+            elif row:
                 yield CsvRow(zip(names, row, strict=True)), f"{path}:{line}"
             line = rows.line_num + 1
     except csv.Error as error:
         raise DataError(f"{path}:{line}: not a valid .csv row ({error}). Quote it as in RFC 4180.") from None
+
+
+def _build_row_length_error(where: str, row: list[str], names: list[str]) -> DataError:
+    return DataError(
+        f"{where}: {len(row)} fields, but the header names {len(names)}: {', '.join(names)}. Quote fields that contain "
+        "commas or line breaks."
+    )
 
 
 def _read_parquet(file: BinaryIO, path: Path) -> Iterator[LocatedValue]:

@@ -50,6 +50,11 @@ class RowDataset(ABC):
         """Return the number of tokens of rows without padding, (B,), int64; None if all rows have `seq_len`."""
         return None
 
+    def count_tokens(self, indices: np.ndarray) -> int:
+        """Return the number of tokens of rows, without padding."""
+        lengths = self.lengths(indices)
+        return len(indices) * self.seq_len if lengths is None else int(lengths.sum())
+
     def read_batch(self, indices: Sequence[int] | np.ndarray, length: int | None = None) -> Batch:
         """Return rows in the given order, `length` tokens each (None: `seq_len`): `input_ids` and `labels`, int64,
         (B, S), on the CPU, and columns; `position_ids` if documents share rows, `attention_mask` if padding is masked.
@@ -118,6 +123,12 @@ class PackedDataset(RowDataset):
 
     def __len__(self) -> int:
         return len(self._packing)
+
+    def count_tokens(self, indices: np.ndarray) -> int:
+        starts, stops = _get_bounds(self._packing.ends, indices)
+        members = self._packing.documents[_concat_ranges(starts, stops - starts)].astype(np.int64)
+        starts, stops = _get_bounds(self._documents.ends, members)
+        return int((stops - starts).sum())
 
     def _read_arrays(self, rows: np.ndarray, length: int) -> dict[str, np.ndarray]:
         if length != self.seq_len:
@@ -195,6 +206,9 @@ class ConcatDataset(RowDataset):
                 return None
             found[chosen] = lengths
         return found
+
+    def count_tokens(self, indices: np.ndarray) -> int:
+        return sum(part.count_tokens(rows) for part, _, rows in self._split_by_dataset(indices))
 
     def _read_arrays(self, rows: np.ndarray, length: int) -> dict[str, np.ndarray]:
         found: dict[str, np.ndarray] = {}

@@ -39,6 +39,7 @@ from .documents import (
     mixed_column_error,
 )
 from .encoder import Encoder, EncodingCounts, Example
+from .prompt_template import ALPACA, NONE, get_placeholders
 from .sources import Record, get_source_field
 from .tokenizer import choose_token_dtype, disable_tokenizer_threads
 
@@ -71,9 +72,12 @@ def build_tokenization(source: SourceConfig, config: DataConfig, held_out_fracti
         "too_long": too_long,
         # Documents of a stream may have any length.
         "seq_len": None if too_long is None else config.seq_len,
-        "fields": source.fields,
+        "fields": source.field_names,
         "columns": source.columns,
     }
+    # Entries that were written before there were templates keep their keys.
+    if (template := config.resolve_template(source)) != NONE:
+        options["template"] = template
     return Tokenization(source, options, held_out_fraction)
 
 
@@ -81,13 +85,15 @@ def build_tokenization(source: SourceConfig, config: DataConfig, held_out_fracti
 class TokenizedChunk:
     """Tokenized records; `num_kept` of them became documents.
 
-    `nearest_boundary`: for each split, the record nearest to the other: its hash value and documents, [first, stop).
+    `errors`: of the records that cannot be used. `nearest_boundary`: for each split, the record nearest to the other:
+    its hash value and documents, [first, stop).
     """
 
     documents: dict[Split, TokenizedDocuments]
     nearest_boundary: dict[Split, tuple[float, int, int]]
     counts: EncodingCounts
     num_kept: int
+    errors: tuple[DataError, ...] = ()
 
 
 EncodeRecords = Callable[[list[Record]], TokenizedChunk]
@@ -99,9 +105,9 @@ def tokenize_records(
     """Yield the tokens of records in order, with few of them in memory; see [Note: where tokenizing runs]."""
     cores = count_usable_cores()
     with disable_tokenizer_threads():
-        encode = ChunkEncoder(tokenization, tokenizer)
+        encode = ChunkEncoder(tokenization, tokenizer, keep_errors=True)
         # Tokenizers written in Python are not known to be thread-safe.
-        use_threads = tokenization.source.format == "text" and bool(tokenizer.is_fast)
+        use_threads = tokenization.source.base_format == "text" and bool(tokenizer.is_fast)
         batches = _batches(records)
         max_characters = _MAX_THREADED_CHARACTERS if use_threads else _MAX_SINGLE_THREAD_CHARACTERS
         first_batches = islice(batches, max(1, max_characters // _CHARACTERS_PER_BATCH))
@@ -113,17 +119,22 @@ def tokenize_records(
 
 
 class ChunkEncoder:
-    def __init__(self, tokenization: Tokenization, tokenizer: PreTrainedTokenizerBase) -> None:
-        self._encoder = Encoder(tokenizer, tokenization.source.format, **tokenization.options)
+    def __init__(
+        self, tokenization: Tokenization, tokenizer: PreTrainedTokenizerBase, keep_errors: bool = False
+    ) -> None:
+        """Load nothing. With `keep_errors`, errors of records are in the result instead of raised."""
+        self._encoder = Encoder(tokenizer, tokenization.source.base_format, **tokenization.options)
         self._tokenization, self._dtype = tokenization, choose_token_dtype(tokenizer)
+        self._keep_errors = keep_errors
 
     def __call__(self, records: list[Record]) -> TokenizedChunk:
-        encoded, counts = self._encoder.encode(records)
+        errors: list[DataError] = []
+        encoded, counts = self._encoder.encode(records, errors if self._keep_errors else None)
         examples: dict[Split, list[Example]] = {}
         nearest: dict[Split, tuple[float, int, int]] = {}
         for record, record_examples in zip(records, encoded, strict=True):
             if record_examples:
-                hash_value = hash_to_unit_interval(_get_split_content(record, self._tokenization.source))
+                hash_value = hash_to_unit_interval(_get_split_content(record, self._tokenization))
                 split = assign_split(hash_value, self._tokenization.held_out_fraction)
                 split_examples = examples.setdefault(split, [])
                 if split not in nearest or is_nearer_boundary(hash_value, nearest[split][0], split):
@@ -133,15 +144,18 @@ class ChunkEncoder:
         documents = {
             split: _concat_examples(split_examples, self._dtype, columns) for split, split_examples in examples.items()
         }
-        return TokenizedChunk(documents, nearest, counts, sum(map(bool, encoded)))
+        return TokenizedChunk(documents, nearest, counts, sum(map(bool, encoded)), tuple(errors))
 
 
-def _get_split_content(record: Record, source: SourceConfig) -> str:
+def _get_split_content(record: Record, tokenization: Tokenization) -> str:
     """Return the text or fields of a record, without columns. Records with equal content are in the same split."""
-    value = record.fields
+    value, source = record.fields, tokenization.source
     if source.format == "text":
         return str(value[get_source_field("text", source)])
-    names = {get_source_field(name, source) for name in FIELDS[source.format]}
+    template = tokenization.options.get("template", NONE)
+    optional = ("input",) if template == ALPACA else ()
+    used = (*FIELDS[source.base_format], *source.field_names, *get_placeholders(template), *optional)
+    names = {get_source_field(name, source) for name in used if name not in source.columns}
     return json.dumps({name: value[name] for name in sorted(names & value.keys())}, sort_keys=True, default=str)
 
 
@@ -214,7 +228,7 @@ def _start_workers(tokenization: Tokenization, tokenizer: PreTrainedTokenizerBas
             worker = idle.get_nowait()
         except Empty:
             # The tokenizer is sent, since loading it may import torch.
-            worker = TokenizerWorker(ChunkEncoder, tokenization, tokenizer)
+            worker = TokenizerWorker(ChunkEncoder, tokenization, tokenizer, True)
             workers.append(worker)
         piece: TokenizedChunk = worker.call(records)
         idle.put(worker)

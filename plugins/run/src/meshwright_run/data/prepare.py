@@ -37,6 +37,7 @@ from .documents import (
 from .encoder import EncodingCounts
 from .parallel_tokenization import Tokenization, build_tokenization, tokenize_records
 from .progress import ReadProgress, show_progress
+from .record_errors import RecordErrors
 from .sources import ResolvedSource, read_records, resolve_source
 from .tokenizer import EOS, choose_token_dtype, get_vocab_size, has_tokenizer, load_tokenizer, train_tokenizer
 
@@ -173,8 +174,10 @@ def _load_or_train_tokenizer(root: Path, sources: Sequence[ResolvedSource], conf
         if source.config.format != "text" or source.config.streaming:
             what = "streaming: true" if source.config.streaming else f"format={source.config.format}"
             raise ConfigError(
-                f"{source.config.location!r} ({what}) needs a tokenizer: the model's own, or data.tokenizer. One can "
-                "be trained only on text sources that are read before training."
+                f"{source.config.location!r} ({what}) needs a tokenizer: the model's own, or data.tokenizer. The "
+                "model has none: set data.tokenizer to the directory of one (with tokenizer.json), usually that of the "
+                "model from which this one was made. One can be trained only on text sources that are read before "
+                "training."
             )
     parts = {
         "format": TOKENIZER_FORMAT,
@@ -189,8 +192,7 @@ def _load_or_train_tokenizer(root: Path, sources: Sequence[ResolvedSource], conf
     def documents() -> Iterator[str]:
         for source in sources:
             fields = FieldReader(source.config.fields)
-            texts = (fields.read_text(record, "text") for record in read_records(source))
-            yield from iter_training_documents(texts, config.eval_fraction)
+            yield from iter_training_documents(_iter_texts(source, fields), config.eval_fraction)
 
     def build(directory: Path) -> None:
         tokenizer = train_tokenizer(documents(), config.vocab_size)
@@ -202,6 +204,20 @@ def _load_or_train_tokenizer(root: Path, sources: Sequence[ResolvedSource], conf
         return directory if has_tokenizer(directory) else None
 
     return load_or_build(root / "tokenizers" / _digest(json.dumps(parts, sort_keys=True)), load=load, build=build)
+
+
+def _iter_texts(source: ResolvedSource, fields: FieldReader) -> Iterator[str]:
+    """Yield the texts of a source. Raises one DataError for all records that have none."""
+    errors, count = RecordErrors(source.config.location), 0
+    for record in read_records(source, keep_errors=True):
+        count += 1
+        try:
+            if record.error is not None:
+                raise record.error
+            yield fields.read_text(record, "text")
+        except DataError as error:
+            errors.add([error], num_records=count)
+    errors.check(count)
 
 
 # -- entries of the cache
@@ -285,7 +301,9 @@ def _write_splits(
         for file in files.values():
             stack.callback(file.discard)
         advance = stack.enter_context(show_progress(source.config.location, progress))
-        for piece in tokenize_records(read_records(source, progress=progress), tokenization, tokenizer):
+        errors = RecordErrors(source.config.location)
+        records = read_records(source, progress=progress, keep_errors=True)
+        for piece in tokenize_records(records, tokenization, tokenizer):
             for split, documents in piece.documents.items():
                 hash_value, first, stop = piece.nearest_boundary[split]
                 before = len(files[split])
@@ -293,7 +311,9 @@ def _write_splits(
                     nearest[split] = (hash_value, before + first, before + stop)
                 files[split].append(documents)
             counts, num_kept = counts + piece.counts, num_kept + piece.num_kept
+            errors.add(piece.errors, num_records=counts.records)
             advance(piece.counts.tokens)
+        errors.check(counts.records)
         if num_kept == 0:
             raise DataError(_describe_empty_source(source, counts, tokenization.options["seq_len"]))
         if num_kept == 1 and tokenization.held_out_fraction > 0:

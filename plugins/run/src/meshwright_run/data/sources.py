@@ -29,10 +29,14 @@ _ROWS_PER_BATCH = 256
 
 @dataclass(frozen=True, slots=True)
 class Record:
-    """An example: its fields, under the source's names, and its location, such as "chats.jsonl:17"."""
+    """An example: its fields, under the source's names, and its location, such as "chats.jsonl:17".
+
+    `error`: why it cannot be read, in which case it has no fields.
+    """
 
     fields: dict[str, Any]
     location: str
+    error: DataError | None = None
 
 
 @dataclass(frozen=True)
@@ -59,7 +63,9 @@ class ResolvedSource:
         progress.total = sum(file.size for file in self.files)
         for file in self.files:
             for value, where in read_file(file.path, progress):
-                if file.path.suffix == ".py" and self.config.format != "text":
+                if isinstance(value, DataError):
+                    yield value, where
+                elif file.path.suffix == ".py" and self.config.format != "text":
                     yield from iter_stdlib_records(value["text"], file.path, self.config.format)
                 elif get_file_kind(file.path) in _TEXT_SUFFIXES:
                     # Such files have no fields, so the text gets the field name that the source's other files use.
@@ -91,12 +97,28 @@ class ResolvedSource:
 
 
 def read_records(
-    source: SourceConfig | ResolvedSource, start: int = 0, *, progress: ReadProgress | None = None
+    source: SourceConfig | ResolvedSource,
+    start: int = 0,
+    *,
+    progress: ReadProgress | None = None,
+    keep_errors: bool = False,
 ) -> Iterator[Record]:
-    """Read the examples of a source in order, without empty texts, and without the first `start`."""
+    """Read the examples of a source in order, without empty texts, and without the first `start`.
+
+    Raises DataError for an example that cannot be read; with `keep_errors`, yields a record with the error instead.
+    """
     resolved = source if isinstance(source, ResolvedSource) else resolve_source(source)
     config = resolved.config
-    records = (build_record(value, where, config) for value, where in resolved.iter_values(progress or ReadProgress()))
+
+    def build(value: Any, where: str) -> Record:
+        try:
+            return build_record(value, where, config)
+        except DataError as error:
+            if not keep_errors:
+                raise
+            return Record({}, where, error)
+
+    records = (build(value, where) for value, where in resolved.iter_values(progress or ReadProgress()))
     if config.format == "text":
         records = (record for record in records if record.fields.get(get_source_field("text", config)) != "")
     return islice(records, start, None)
@@ -104,10 +126,13 @@ def read_records(
 
 def build_record(value: Any, where: str, config: SourceConfig) -> Record:
     """Return a value as a record. Raises DataError if it is not an object, or a column is not a number."""
+    if isinstance(value, DataError):
+        raise value
     if not isinstance(value, dict):
+        advice = " If the file holds one array of examples, name it .json." if isinstance(value, list) else ""
         raise DataError(
             f"{where}: holds a JSON {type(value).__name__}. Each example must be one object, such as "
-            f'{{"{get_source_field(FIELDS[config.format][0], config)}": ...}}.'
+            f'{{"{get_source_field(FIELDS[config.base_format][0], config)}": ...}}.{advice}'
         )
     if config.columns:
         value = {
@@ -118,7 +143,7 @@ def build_record(value: Any, where: str, config: SourceConfig) -> Record:
 
 
 def get_source_field(name: str, config: SourceConfig) -> str:
-    return config.fields.get(name, name)
+    return config.field_names.get(name, name)
 
 
 def _read_column(value: dict[str, Any], name: str, where: str, config: SourceConfig) -> Any:

@@ -29,6 +29,10 @@ if TYPE_CHECKING:
     from meshwright.plugin import Batch
 
 
+_KEPT_COUNTS = 8
+"""Number of steps whose token count is kept; batches are read at most a few steps ahead."""
+
+
 @dataclass(frozen=True)
 class DataShard:
     """The part of a global batch that a rank has, and the shapes of its microbatches.
@@ -52,7 +56,11 @@ class DataShard:
 
 
 class TrainSampler:
-    """Select the rows of each step. Streams need steps in order, and `load_state_dict` when a run resumes."""
+    """Select the rows of each step. Streams need steps in order, and `load_state_dict` when a run resumes.
+
+    Attributes:
+        token_counts: number of tokens of the global batches read last, by step.
+    """
 
     def __init__(
         self,
@@ -69,6 +77,7 @@ class TrainSampler:
         self._sources, self._group_size = tuple(sources), sources[0].group_size
         check_group_size(self._group_size, batch_size=batch_size, micro_batch_size=shard.micro_batch_size)
         self._shard, self._seed = shard, seed
+        self.token_counts: dict[int, int] = {}
         self._streams = [each for each in sources if isinstance(each, StreamingSource)]
         datasets = [each for each in sources if not isinstance(each, StreamingSource)]
         self._dataset = ConcatDataset(datasets) if datasets else None
@@ -91,7 +100,10 @@ class TrainSampler:
 
     def read_microbatches(self, step: int) -> list[Batch]:
         """Return this rank's microbatches of a step, counted from 0, as returned by `RowDataset.read_batch`."""
-        return _split_into_microbatches(*self._select_rows(step), self._shard)
+        rows, units = self._select_rows(step)
+        self.token_counts = {key: count for key, count in self.token_counts.items() if abs(key - step) <= _KEPT_COUNTS}
+        self.token_counts[step] = rows.count_tokens(_to_row_indices(rows, units).reshape(-1))
+        return _split_into_microbatches(rows, units, self._shard)
 
     def read_local_batches(self, step: int) -> list[list[Batch]]:
         rows, units = self._select_rows(step)
@@ -191,11 +203,16 @@ def read_eval_microbatches(dataset: RowDataset, shard: DataShard, *, num_rows: i
     )
 
 
+def _to_row_indices(dataset: RowDataset, groups: np.ndarray) -> np.ndarray:
+    indices: np.ndarray = groups[:, None] * dataset.group_size + np.arange(dataset.group_size)
+    return indices
+
+
 def _split_into_microbatches(
     dataset: RowDataset, groups: np.ndarray, shard: DataShard, *, masked_groups: np.ndarray | None = None
 ) -> list[Batch]:
     """Return this rank's microbatches of `groups`, with the labels of those in `masked_groups` masked."""
-    indices = groups[:, None] * dataset.group_size + np.arange(dataset.group_size)
+    indices = _to_row_indices(dataset, groups)
     per_batch = shard.micro_batch_size // dataset.group_size
     lengths = dataset.lengths(indices.reshape(-1))
     if lengths is None:

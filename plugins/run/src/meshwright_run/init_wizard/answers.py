@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any, Literal, TypeVar, get_args
+from typing import Any, TypeVar, get_args
 
 from rich.console import Console
 from rich.prompt import Confirm, IntPrompt, Prompt
@@ -21,24 +21,23 @@ from meshwright.plugin import (
     ModelError,
     Registry,
     count_usable_cores,
-    open_regular_file,
-    parse_json,
     read_json_object,
     read_json_object_or_empty,
     suggest_match,
     validate_config,
 )
 
-from ..data.config import STDLIB, SourceConfig
+from ..data.config import STDLIB, Format, SourceConfig
 from ..data.files import get_file_kind
 from ..data.sources import resolve_source
+from .layouts import DataLayout, detect_layout
 
-Format = Literal["text", "messages", "prompt_completion"]
 FORMATS: tuple[Format, ...] = get_args(Format)
 NEW_MODEL = "new"
 """Used instead of a model's path for a small model with new weights."""
 NEW_NUM_PARAMETERS, NEW_MAX_POSITIONS = 1_000_000, 256
-DEFAULT_STEPS = 300
+DEFAULT_STEPS, DEFAULT_EPOCHS = 300, 3.0
+"""Length of a run that trains a new model or on the standard library, and of one that fine-tunes on files."""
 MAX_SEQ_LEN, _MAX_SEQ_LEN_ON_CPU = 1024, 256
 """Maximum sequence length in tokens, if the model supports more."""
 _DTYPE_BYTES = {"float32": 4, "float64": 8}
@@ -81,12 +80,16 @@ class InitAnswers:
 
     model: str | None
     data: tuple[str, ...]
-    format: Format
+    layout: DataLayout
     is_adapter: bool
     num_ranks: int
     strategy: str
     steps: int | None
     epochs: float | None
+
+    @property
+    def format(self) -> Format:
+        return self.layout.format
 
     @property
     def files(self) -> str | list[str]:
@@ -141,29 +144,6 @@ def check_data_files(globs: Sequence[str], format: Format, model: str | None) ->
             f"{paths[0]} is a single document, so none can be held out for evaluation. Give several files, or a "
             f".jsonl file with one document per line."
         )
-
-
-def guess_format(globs: Sequence[str]) -> Format:
-    """Guess the format of files from the fields of the first object of a .jsonl file; "text" if they are unknown."""
-    if STDLIB in globs:
-        return "text"
-    source = resolve_source(validate_config(SourceConfig, {"files": list(globs)}, where="--data"))
-    if not source.files or source.files[0].path.suffix.lower() != ".jsonl":
-        return "text"
-    fields = _read_first_fields(source.files[0].path)
-    if "messages" in fields:
-        return "messages"
-    return "prompt_completion" if {"prompt", "completion"} <= fields else "text"
-
-
-def _read_first_fields(path: Path) -> set[str]:
-    with open_regular_file(path) as file:
-        line = file.readline(1 << 20).decode("utf-8-sig", "replace")
-    try:
-        value = parse_json(line)
-    except ValueError:
-        return set()
-    return set(value) if isinstance(value, dict) else set()
 
 
 @dataclass(frozen=True)
@@ -258,26 +238,25 @@ def collect_answers(
         flags = _ask_model_and_data(flags, console)
     model, is_adapter, data = _to_model_path(flags.model), bool(flags.is_adapter), flags.data or (STDLIB,)
     check_model(model, is_adapter=is_adapter)
-    format = _resolve_format(flags, data)
-    check_data_files(data, format, model)
+    layout = _resolve_data_layout(flags, data)
+    check_data_files(data, layout.format, model)
     ranks, strategy = _resolve_layout(flags, find_machine(), inspect_model(model), registry, console)
     steps, epochs = flags.steps, flags.epochs
     if steps is None and epochs is None:
-        question = "5. How long? [dim]such as 300 steps, or 2 epochs[/]"
-        steps, epochs = (
-            (DEFAULT_STEPS, None)
-            if console is None
-            else parse_length(_ask_until_valid(console, question, f"{DEFAULT_STEPS} steps", parse_length))
-        )
-    return InitAnswers(model, data, format, is_adapter, ranks, strategy, steps, epochs)
+        length = f"{DEFAULT_STEPS} steps" if model is None or STDLIB in data else f"{DEFAULT_EPOCHS:g} epochs"
+        if console is not None:
+            question = "5. How long? [dim]such as 300 steps, or 2 epochs[/]"
+            length = _ask_until_valid(console, question, length, parse_length)
+        steps, epochs = parse_length(length)
+    return InitAnswers(model, data, layout, is_adapter, ranks, strategy, steps, epochs)
 
 
 def _to_model_path(model: str | None) -> str | None:
     return None if model == NEW_MODEL else model
 
 
-def _resolve_format(flags: InitFlags, data: Sequence[str]) -> Format:
-    return guess_format(data) if flags.format is None else parse_format(flags.format)
+def _resolve_data_layout(flags: InitFlags, data: Sequence[str]) -> DataLayout:
+    return detect_layout(data, format=None if flags.format is None else parse_format(flags.format))
 
 
 def _ask_model_and_data(flags: InitFlags, console: Console) -> InitFlags:
@@ -295,15 +274,13 @@ def _ask_model_and_data(flags: InitFlags, console: Console) -> InitFlags:
             console,
             question,
             STDLIB,
-            lambda pattern: check_data_files([pattern], _resolve_format(flags, [pattern]), model),
+            lambda pattern: check_data_files([pattern], _resolve_data_layout(flags, [pattern]).format, model),
         )
         flags = replace(flags, data=(pattern,))
     if flags.format is None and model is not None:
-        guessed = guess_format(flags.data or (STDLIB,))
-        question = "   In which format? [dim]text, conversations (messages), or prompts with completions[/]"
-        flags = replace(
-            flags, format=Prompt.ask(question, choices=list(FORMATS), default=str(guessed), console=console)
-        )
+        detected = str(detect_layout(flags.data or (STDLIB,)).format)
+        question = "   In which format? [dim]detected from the columns[/]"
+        flags = replace(flags, format=Prompt.ask(question, choices=list(FORMATS), default=detected, console=console))
     if flags.is_adapter is None and model is not None:
         question = "3. Train an adapter (LoRA) instead of the full model?"
         flags = replace(flags, is_adapter=Confirm.ask(question, default=True, console=console))

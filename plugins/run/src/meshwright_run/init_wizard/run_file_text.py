@@ -10,6 +10,7 @@ from pathlib import Path
 from meshwright.plugin import ConfigError, parse_yaml, validate_config
 
 from ..data.config import STDLIB
+from ..data.prompt_template import ALPACA, CHAT
 from ..run_file import RunConfig, check_new_model, resolve_layout
 from .answers import NEW_MAX_POSITIONS, InitAnswers, Machine, ModelFacts, choose_seq_len, is_hub_id
 
@@ -120,10 +121,21 @@ def _render_data(answers: InitAnswers, facts: ModelFacts, machine: Machine) -> l
         f"# {source} `meshwright data show` prints rows as the model sees them.",
         *("data:", "  sources:", f"    - files: {_format_value(answers.files)}", f"      format: {answers.format}"),
     ]
+    if answers.layout.fields:
+        lines += [
+            "      # Names in these files: the standard name first, then the name of the column.",
+            f"      fields: {json.dumps(dict(answers.layout.fields), ensure_ascii=False)}",
+        ]
     if answers.model is None:
         lines += ["  # Vocabulary size of the tokenizer, which is trained on this data.", "  vocab_size: 1024"]
     if answers.format != "text":
-        if facts.has_chat_template is False:
+        if answers.layout.needs_template:
+            lines += [
+                "  # How a prompt is written before its answer: chat (a user turn of the chat template), alpaca, none, "
+                "or a text with {placeholders} for columns.",
+                f"  template: {CHAT if facts.has_chat_template else ALPACA}",
+            ]
+        elif facts.has_chat_template is False and answers.format != "tokens":
             lines += [
                 "  # How a conversation is rendered; text inside `generation` is supervised.",
                 "  chat_template: |",
@@ -151,7 +163,15 @@ def _render_length(answers: InitAnswers) -> list[str]:
 
 def _render_optimizer(answers: InitAnswers) -> list[str]:
     rate, decay = ("4e-3", 0.1) if answers.model is None else ("2e-4", 0.01) if answers.is_adapter else ("1e-5", 0.01)
+    objective = []
+    if answers.format == "preference":
+        rate = "5e-6" if answers.is_adapter else "5e-7"
+        objective = [
+            "# Direct preference optimization; others for pairs: docs/reference/objectives.md.",
+            "objective: {name: dpo, beta: 0.1}",
+        ]
     return [
+        *objective,
         "# AdamW, or any other optimizer of docs/reference/optimizers.md. The learning rate rises during the first 5% "
         "of the steps and then falls.",
         f"optimizer: {{name: AdamW, lr: {rate}, weight_decay: {decay}}}",
