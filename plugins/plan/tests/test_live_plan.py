@@ -46,12 +46,27 @@ LAYOUTS: dict[str, dict[str, Any]] = {
 @pytest.mark.slow
 @pytest.mark.parametrize("changes", LAYOUTS.values(), ids=LAYOUTS)
 def test_a_run_holds_and_sends_what_was_planned(changes, tmp_path):
-    done = run_command("train", str(_file(tmp_path, **changes)))
-    assert done.returncode == 0, done.stderr
-    (line,) = [line for line in done.stdout.splitlines() if line.startswith("plan compared with step 3: ")]
+    path = str(_file(tmp_path, checkpoint={"every": 2}, **changes))
+    for step, total in ((3, 4), (7, 8)):  # The second run resumes after step 4.
+        done = run_command("train", path, "--set", f"steps={total}")
+        assert done.returncode == 0, done.stderr
+        (line,) = [line for line in done.stdout.splitlines() if line.startswith(f"plan compared with step {step}: ")]
+        assert line.count("as planned") == 3, line
+        # Times are reported for devices that are named.
+        assert "time: " not in line
+
+
+@pytest.mark.slow
+def test_averages_that_a_resumed_run_starts_are_as_planned_and_a_first_step_is_not_compared(tmp_path):
+    path = str(_file(tmp_path, checkpoint={"every": 1}, steps=1))
+    first, then = (
+        run_command("train", path),
+        run_command("train", path, "--set", "steps=4", "--set", "ema={decay: 0.9}"),
+    )
+    assert (first.returncode, then.returncode) == (0, 0), first.stderr + then.stderr
+    assert ("plan compared" in first.stdout, "resuming from" in then.stdout) == (False, True)
+    (line,) = [line for line in then.stdout.splitlines() if line.startswith("plan compared with step 4: ")]
     assert line.count("as planned") == 3, line
-    # Times are reported for devices that are named.
-    assert "time: " not in line
 
 
 @pytest.mark.slow

@@ -22,6 +22,7 @@ from meshwright.plugin import (
     find_device,
     get_objective,
     hookimpl,
+    list_tensors,
     validate_config,
 )
 from meshwright_run.model_probe import get_node_memory
@@ -57,8 +58,10 @@ class PlanMonitor:
     has_device_times: bool = False  # whether the times of the plan's device are known
     can_observe_operators: bool = True  # whether operators can be observed; False if they are compiled
     measured: dict[str, Any] = field(default_factory=dict)
-    step_seconds: list[float] = field(default_factory=list)  # seconds of the steps so far
+    step_seconds: list[float] = field(default_factory=list)  # seconds of this attempt's steps so far
     _meter: StepMeter | None = None
+    _first_step: int = 1  # number of this attempt's first step in the run, from 1
+    _steady_after_steps: int = 0  # see `StrategyManager.steady_after_steps`
     _is_reported: bool = False
     _has_device_stats: bool = False
 
@@ -94,7 +97,7 @@ class PlanMonitor:
         return self._meter
 
     def step_contexts(self, manager: StrategyManager) -> Callable[[int], AbstractContextManager[None]]:
-        is_on = self.plan is not None
+        is_on, self._steady_after_steps = self.plan is not None, manager.steady_after_steps
         return lambda step: self._measure_step(manager, step) if step <= COMPARED_STEP and is_on else nullcontext()
 
     @contextmanager
@@ -106,6 +109,8 @@ class PlanMonitor:
         recorder = CollectiveRecorder(get_process_groups(manager.mesh), ignored_tags=[CONTROL_TAG])
         meter = self.observe_setup()
         if isinstance(meter, StepMeter):
+            # Loading a checkpoint, to resume or to roll back, replaces the state outside of the observed code.
+            meter.track(_list_training_state(manager))
             meter.begin_step()
             meter.phase = "activations"
             with meter, recorder:
@@ -126,6 +131,8 @@ class PlanMonitor:
     def on_step_end(self, result: StepResult) -> None:
         if self.plan is None or self._is_reported:
             return
+        if not self.step_seconds:
+            self._first_step = result.step
         self.step_seconds.append(result.seconds)
         # With times, wait one more step: observation slows down the compared step.
         self._is_reported = (
@@ -136,8 +143,11 @@ class PlanMonitor:
                 create_console().print(line, highlight=False, soft_wrap=True)
 
     def format_comparison(self) -> list[str]:
+        """Return the line that compares the plan with the last observed step; none if no step was in a steady state."""
         reported = (self.plan or {}).get("ranks", [{}])[0]
-        lines = []
+        index, lines = min(COMPARED_STEP, len(self.step_seconds) - 1), []
+        if index < self._steady_after_steps:
+            return []
         # Observed operators do not show workspaces; the statistics of a device allocator include them.
         unobserved = 0 if self._has_device_stats else reported.get("library_workspace_bytes", 0)
         for name, key in (("at the peak", "peak_allocated_bytes"), ("between steps", "persistent_bytes")):
@@ -151,7 +161,12 @@ class PlanMonitor:
             lines.append(
                 f"time: {_format_deviation(reported['step_seconds'], self.step_seconds[-1], '{:.3g} s'.format)}"
             )
-        return [f"plan compared with step {COMPARED_STEP + 1}: " + "; ".join(lines)] if lines else []
+        return [f"plan compared with step {self._first_step + index}: " + "; ".join(lines)] if lines else []
+
+
+def _list_training_state(manager: StrategyManager) -> list[torch.Tensor]:
+    parameters = [each for part in manager.model_parts for each in part.parameters()]
+    return list(list_tensors([parameters, *manager.optimizer.state.values()]))
 
 
 def create_plan_monitor(config: RunConfig, world_size: int) -> PlanMonitor | None:
