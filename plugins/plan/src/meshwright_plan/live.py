@@ -32,7 +32,9 @@ from meshwright_run.run_file import RunConfig
 from .config import DeviceSpec, get_plan_config, list_device_specs
 from .config import load_device_spec as find_file
 from .meter import StepMeter
-from .planner import ModelFlops, build_job, count_model_flops, plan_job, summarize_collectives
+from .model_flops import ModelFlops, count_model_flops, estimate_mfu, get_main_dtype
+from .planner import build_job, plan_job, summarize_collectives
+from .tables import format_seconds, format_size
 from .trace import TrainingJob, get_process_groups
 
 COMPARED_STEP = 2  # Compared step, from 0: the first allocates persistent state, the second may not be steady yet
@@ -79,14 +81,14 @@ class PlanMonitor:
             return f"not planned: {self.unavailable_reason}"
         largest = max(self.plan["ranks"], key=lambda each: each["peak_allocated_bytes"])
         parts = ", ".join(
-            f"{owner} {_format_mb(size)}" for owner, size in largest["peak_by_owner"].items() if size >= 50_000
+            f"{owner} {format_size(size)}" for owner, size in largest["peak_by_owner"].items() if size >= 50_000
         )
         communicated = sum(row["bytes"] for row in self.plan["collectives"])
-        took = f"; a step takes {self.plan['step_seconds']:.3g} s" if self.has_device_times else ""
+        took = f"; a step takes {format_seconds(self.plan['step_seconds'])}" if self.has_device_times else ""
         return (
-            f"planned: a rank holds {_format_mb(largest['peak_allocated_bytes'])} at the peak of a step ({parts}), "
-            f"{_format_mb(self.plan['persistent_bytes'])} between steps; it communicates "
-            f"{_format_mb(communicated)} per step{took}"
+            f"planned: a rank holds {format_size(largest['peak_allocated_bytes'])} at the peak of a step ({parts}), "
+            f"{format_size(self.plan['persistent_bytes'])} between steps; it communicates "
+            f"{format_size(communicated)} per step{took}"
         )
 
     def observe_setup(self) -> AbstractContextManager[None]:
@@ -153,14 +155,12 @@ class PlanMonitor:
         for name, key in (("at the peak", "peak_allocated_bytes"), ("between steps", "persistent_bytes")):
             if key in self.measured:
                 lines.append(
-                    f"memory {name}: {_format_deviation(reported[key] - unobserved, self.measured[key], _format_mb)}"
+                    f"memory {name}: {_format_deviation(reported[key] - unobserved, self.measured[key], format_size)}"
                 )
         if "collectives" in self.measured:
             lines.append(_compare_collectives(reported["collectives"], self.measured["collectives"]))
         if self.has_device_times and len(self.step_seconds) > COMPARED_STEP + 1:
-            lines.append(
-                f"time: {_format_deviation(reported['step_seconds'], self.step_seconds[-1], '{:.3g} s'.format)}"
-            )
+            lines.append(f"time: {_format_deviation(reported['step_seconds'], self.step_seconds[-1], format_seconds)}")
         return [f"plan compared with step {self._first_step + index}: " + "; ".join(lines)] if lines else []
 
 
@@ -185,8 +185,7 @@ def create_plan_monitor(config: RunConfig, world_size: int) -> PlanMonitor | Non
         if monitor.plan is None:
             dtype = str(resolve_model(config.model).get_dtype(config.model)).removeprefix("torch.")
         else:
-            by_dtype: dict[str, int] = monitor.plan["ranks"][0]["flops_by_dtype"]
-            dtype = max(by_dtype, key=by_dtype.__getitem__, default="float32")  # dtype of most products
+            dtype = get_main_dtype(monitor.plan)
         monitor.peak_flops = get_peak_flops(find_device(config.device), dtype)
     return monitor
 
@@ -203,9 +202,9 @@ def _plan_and_check(
         return PlanMonitor(None, str(error))
     monitor = PlanMonitor(plan, has_device_times=has_device_times, can_observe_operators=not job.is_compiled)
     if not plan["fits"]:
-        needed, has = (plan[key] / 2**30 for key in ("peak_reserved_bytes", "memory_bytes"))
+        needed, has = (format_size(plan[key]) for key in ("peak_reserved_bytes", "memory_bytes"))
         refusal = ModelError(
-            f"the run does not fit: a rank needs {needed:,.1f} GiB, but {plan['device']} has {has:,.1f} GiB. "
+            f"the run does not fit: a rank needs {needed}, but {plan['device']} has {has}. "
             f"{_suggest_changes(config, world_size, device)} To try it anyway, set plan.on_oom=warn."
         )
         if get_plan_config(config).on_oom == "error":
@@ -233,12 +232,14 @@ def _suggest_changes(config: RunConfig, world_size: int, device: DeviceSpec) -> 
             nearest = found["peak_reserved_bytes"], flags
     if nearest is None:
         return "Use more ranks, or a smaller model."
-    return f"{nearest[1]} would still need {nearest[0] / 2**30:,.1f} GiB. Use more ranks, or a smaller model."
+    return f"{nearest[1]} would still need {format_size(nearest[0])}. Use more ranks, or a smaller model."
 
 
-def build_plan(config: RunConfig, world_size: int) -> dict[str, Any]:
-    """Return the plan of a run on `world_size` ranks and on its device."""
-    return plan_job(build_job(config, world_size), _find_run_device(config, world_size)[0])
+def build_plan(config: RunConfig, world_size: int) -> tuple[dict[str, Any], bool]:
+    """Return the plan of a run on `world_size` ranks and on its device, and whether the device's times are known."""
+    job, (device, has_times) = build_job(config, world_size), _find_run_device(config, world_size)
+    plan = plan_job(job, device)
+    return plan | ({"mfu": estimate_mfu(job, device, plan)} if has_times else {}), has_times
 
 
 # -- the device of the run
@@ -285,11 +286,11 @@ def _compare_collectives(planned_rows: Sequence[dict[str, Any]], measured_rows: 
         if numbers[0] != numbers[1]:
             (calls, size), (real_calls, real_size) = numbers
             other.append(
-                f"{key[0]} over {key[1]} ({key[3]}): {calls} calls with {_format_mb(size)} planned, "
-                f"{real_calls} with {_format_mb(real_size)} measured"
+                f"{key[0]} over {key[1]} ({key[3]}): {calls} calls with {format_size(size)} planned, "
+                f"{real_calls} with {format_size(real_size)} measured"
             )
     total = sum(row["bytes"] for row in planned_rows)
-    return f"collectives: {', '.join(other)}" if other else f"collectives: {_format_mb(total)}, as planned"
+    return f"collectives: {', '.join(other)}" if other else f"collectives: {format_size(total)}, as planned"
 
 
 def _format_deviation(planned: float, measured: float, format_value: Callable[[Any], str]) -> str:
@@ -297,7 +298,3 @@ def _format_deviation(planned: float, measured: float, format_value: Callable[[A
     if abs(off) < MIN_REPORTED_PERCENT:
         return f"{format_value(measured)}, as planned"
     return f"{format_value(measured)}, {format_value(planned)} planned ({off:+.0f} %)"
-
-
-def _format_mb(size: float) -> str:
-    return f"{size / 1e6:,.1f} MB"
