@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from support.plan_layouts import RUN, PlannedLayout
+from support.plan_layouts import RUN, PlannedLayout, assert_fits
 
 from meshwright.base.validation import validate_config
 from meshwright.checkpoint import save_checkpoint
