@@ -295,7 +295,7 @@ def test_a_summary_says_what_limits_a_step_and_fits_60_columns_and_tables_80():
     report = {**rank, **sizes, **owned, "activations_by_module": modules, "collectives": collectives}
     reports = [{**report, "rank": n, "persistent_bytes": n << 20, "step_seconds": 2 + n / 100} for n in range(6)]
     plan = {"strategy": "pipeline over megatron_fsdp", "world_size": 16_384, "fits": True, "device": "H100 SXM 80 GB"}
-    plan |= {**sizes, "mesh": "pp=8 x dp_replicate=4 x dp_shard=64 x tp=8", "memory_bytes": 80 << 30, "mfu": 0.4321}
+    plan |= {**sizes, "mesh": "pp=8 x dp_replicate=4 x dp_shard=64 x tp=8", "usable_bytes": 78 << 30, "mfu": 0.4321}
     plan |= {"step_seconds": 2.05, "tokens_per_second_per_device": 12_345.6, "ranks": reports}
     plan |= {"collectives": collectives}
     assert_fits(60, [build_summary(plan)])

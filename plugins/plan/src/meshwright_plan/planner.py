@@ -61,6 +61,7 @@ def plan_job(job: TrainingJob, device: DeviceSpec, ranks: Sequence[int] | None =
         "mesh": str(job.degrees),
         "device": device.name,
         "memory_bytes": device.memory_bytes,
+        "usable_bytes": device.memory_bytes - device.context_bytes,
         "fits": fits_in_memory(largest["peak_reserved_bytes"], device),
         **largest,
         "step_seconds": seconds,

@@ -58,8 +58,8 @@ def _summarize(plan: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
     largest = max(plan["ranks"], key=lambda each: each["peak_reserved_bytes"])
     yield "layout", f"{plan['strategy']} on {plan['world_size']:,} ranks: {plan['mesh']}"
     yield "device", plan["device"]
-    reserved, memory = format_size(plan["peak_reserved_bytes"]), format_size(plan["memory_bytes"])
-    yield "fits", f"{'yes' if plan['fits'] else 'NO'}: {reserved} of {memory} per rank at the peak"
+    reserved, usable = format_size(plan["peak_reserved_bytes"]), format_size(plan["usable_bytes"])
+    yield "fits", f"{'yes' if plan['fits'] else 'NO'}: {reserved} per rank at the peak, of {usable} usable"
     yield "memory", format_parts(largest["peak_by_owner"])
     if "tokens_per_second_per_device" in plan:
         each_device = plan["tokens_per_second_per_device"]
