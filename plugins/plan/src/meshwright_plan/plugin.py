@@ -40,25 +40,29 @@ if TYPE_CHECKING:
 DEFAULT_DEVICE = "h100-80gb"
 OutputFiles: TypeAlias = tuple[Path | None, Path | None]
 
+WorldOption = Annotated[
+    int | None,
+    typer.Option(min=1, help="Number of ranks, which need not exist; default: the number that `train` would start."),
+]
+DeviceOption = Annotated[
+    str | None,
+    typer.Option(
+        help="Device to plan for: a name such as h200, or your own YAML file; default: h100-80gb. With --calibrate: the "
+        "device that supplies the figures that are not measured."
+    ),
+]
+SearchSecondsOption = Annotated[
+    float | None, typer.Option(min=1, help="With --gpus: time limit of the search in seconds; default: 105.")
+]
+
 
 def plan(
     run_file: Annotated[
         Path | None, typer.Argument(help="A run file (YAML). Its data are not read.", show_default=False)
     ] = None,
-    world: Annotated[
-        int | None,
-        typer.Option(
-            min=1, help="Number of ranks, which need not exist; default: the number that `train` would start."
-        ),
-    ] = None,
+    world: WorldOption = None,
     details: Annotated[bool, typer.Option("--details", help="Print all tables, not only a summary.")] = False,
-    device: Annotated[
-        str | None,
-        typer.Option(
-            help="Device to plan for: a name such as h200, or your own YAML file; default: h100-80gb. With "
-            "--calibrate: the device that supplies the figures that are not measured."
-        ),
-    ] = None,
+    device: DeviceOption = None,
     json_file: Annotated[Path | None, typer.Option("--json", help="Write the plan to this JSON file.")] = None,
     html_file: Annotated[Path | None, typer.Option("--html", help="Write a page with plots to this HTML file.")] = None,
     png_directory: Annotated[Path | None, typer.Option("--png", help="Write the plots to this directory.")] = None,
@@ -75,9 +79,7 @@ def plan(
     run_out: Annotated[
         Path | None, typer.Option("--write", help="With --gpus: write the best layout as a run file.")
     ] = None,
-    search_seconds: Annotated[
-        float | None, typer.Option(min=1, help="With --gpus: time limit of the search in seconds; default: 105.")
-    ] = None,
+    search_seconds: SearchSecondsOption = None,
     calibrate: Annotated[Path | None, typer.Option(help="Measure this machine; write its device file here.")] = None,
     calibrated_ranks: Annotated[
         int | None, typer.Option("--ranks", min=1, help="With --calibrate: ranks that compute at the same time.")
@@ -253,12 +255,7 @@ def print_parts(parts: list[Any]) -> None:
 
 def explain(
     run_file: RunFileArgument,
-    world: Annotated[
-        int | None,
-        typer.Option(
-            min=1, help="Number of ranks, which need not exist; default: the number that `train` would start."
-        ),
-    ] = None,
+    world: WorldOption = None,
     assignments: SetOption = None,
     traceback: TracebackOption = False,
 ) -> None:
