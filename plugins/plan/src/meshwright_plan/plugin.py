@@ -47,8 +47,8 @@ WorldOption = Annotated[
 DeviceOption = Annotated[
     str | None,
     typer.Option(
-        help="Device to plan for: a name such as h200, or your own YAML file; default: h100-80gb. With --calibrate: the "
-        "device that supplies the figures that are not measured."
+        help="Device to plan for: a name such as h200, or your own YAML file; default: h100-80gb. With --calibrate: "
+        "the device that supplies the figures that are not measured."
     ),
 ]
 SearchSecondsOption = Annotated[
