@@ -11,6 +11,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import yaml
+from rich.text import Text
 from support.commands import invoke_in_process
 from support.plan_layouts import (
     RUN,
@@ -35,6 +36,7 @@ from meshwright_plan.config import load_device_spec
 from meshwright_plan.extrapolation import Point, RankReport, extrapolate_report
 from meshwright_plan.fake_world import fake_world, make_routing_choices
 from meshwright_plan.planner import choose_representative_ranks, plan_job
+from meshwright_plan.plugin import print_parts
 from meshwright_plan.tables import build_summary, build_tables, describe_limit
 from meshwright_plan.trace import StepTrace, TrainingJob, trace_job_steps
 from meshwright_testing.workers import pool
@@ -310,3 +312,10 @@ def test_a_summary_says_what_limits_a_step_and_fits_60_columns_and_tables_80():
         assert describe_limit(slow).startswith(limit)
     assert describe_limit({**slow, "mesh": "dp_shard=8"}).startswith("the host")
     assert describe_limit({**plan, "fits": False}) == "memory"
+
+
+def test_a_command_to_copy_stays_one_line(capsys):
+    command = "meshwright train run.yaml " + "--set tp_size=2 " * 20
+    print_parts([Text(command, no_wrap=True), "word " * 40])
+    first, *others = capsys.readouterr().out.splitlines()
+    assert (first, len(others)) == (command, 3)

@@ -249,8 +249,8 @@ def _write_json(result: dict[str, Any], json_file: Path | None) -> None:
 def print_parts(parts: list[Any]) -> None:
     console = create_output_console(80)
     for part in parts:
-        # Commands are longer than a line, and must stay whole.
-        console.print(part, highlight=False, crop=False)
+        # A command to copy, which has `no_wrap`, stays one line.
+        console.print(part, highlight=False, soft_wrap=getattr(part, "no_wrap", None) is True)
 
 
 def explain(
