@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Mapping
+import io
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -17,6 +18,7 @@ from typer.testing import CliRunner
 
 from meshwright.cli.main import app
 from meshwright.files.command_helpers import gc_paused
+from meshwright.files.terminal import create_console
 from meshwright.launch.open_world import open_world
 from meshwright.mesh.mesh import Mesh
 from meshwright.mesh.sizes import MeshSizes
@@ -89,6 +91,22 @@ class PlannedLayout:
             num_layers=num_layers,
             num_microbatches=microbatches or self.microbatches,
         )
+
+
+def render_parts(width: int, parts: Sequence[Any]) -> str:
+    """Return what a terminal of `width` columns shows of rich's renderables."""
+    console = create_console(width=width, file=io.StringIO())
+    for part in parts:
+        console.print(part, highlight=False, crop=False)
+    shown: str = console.file.getvalue()
+    return shown
+
+
+def assert_fits(width: int, parts: Sequence[Any]) -> None:
+    """Check that no line is longer than `width`, and that no cell is cut."""
+    shown = render_parts(width, parts)
+    assert max(map(len, shown.splitlines())) <= width, shown
+    assert "\N{HORIZONTAL ELLIPSIS}" not in shown, shown
 
 
 def build_deep_layout(engine: str, ranks: int, schedule: str, layers: int, microbatches: int) -> PlannedLayout:

@@ -32,7 +32,7 @@ def said(facts: RunFacts) -> dict[str, str]:
 def test_who_holds_what_and_what_is_sent_follow_the_layout(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     found = said(collect_facts(config("strategy=fsdp2", "dp_replicate_size=2"), 4))
-    divided = "1/2 of the full 148 kB, sharded along dp_shard; replicated along dp_replicate."
+    divided = "1/2 of the full 145 KiB, sharded along dp_shard; replicated along dp_replicate."
     assert divided in found[HOLDS]
     for sent in ("reduce-scatters among the 2 ranks of dp_shard", "all-reduces among the 2 ranks of dp_replicate"):
         assert sent in found[SENT]

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from support.plan_layouts import RUN, PlannedLayout
+from support.plan_layouts import RUN, PlannedLayout, assert_fits
 
 from meshwright.base.validation import validate_config
 from meshwright.checkpoint import save_checkpoint
@@ -27,6 +27,7 @@ from meshwright_plan.goodput.advice import (
     compute_state_bytes,
     estimate_failure_cost,
     render_failure_cost,
+    summarize_failure_cost,
 )
 from meshwright_plan.goodput.simulation import HOUR
 from meshwright_plan.planner import build_job, plan_job
@@ -138,8 +139,10 @@ def test_recommended_is_what_was_computed_and_more_of_the_time_than_what_is_far_
     copied = _row(found, RECOMMENDED_REPLICATED)
     assert copied["every"] > 5 * best["every"]
     assert copied["every"] % copied["replicated_every"] == 0
-    (table,) = render_failure_cost(found, _config(plan=OFTEN))
-    assert f"Recommended: checkpoint.every={best['every']} ({best['minutes']:.3g} min)." in table.caption
+    table, remarks = render_failure_cost(found, _config(plan=OFTEN))
+    assert_fits(80, [table, remarks])
+    assert f"Recommended: checkpoint.every={best['every']} ({best['minutes']:.3g} min)." in remarks.plain
+    assert f"checkpoint.every={best['every']} " in summarize_failure_cost(found)
 
 
 @pytest.mark.parametrize(("every", "steps"), [("20m", 20 * 60 / STEP_S), ([100, "20m"], 100)])

@@ -46,12 +46,26 @@ LAYOUTS: dict[str, dict[str, Any]] = {
 @pytest.mark.slow
 @pytest.mark.parametrize("changes", LAYOUTS.values(), ids=LAYOUTS)
 def test_a_run_holds_and_sends_what_was_planned(changes, tmp_path):
-    done = run_command("train", str(_file(tmp_path, **changes)))
-    assert done.returncode == 0, done.stderr
-    (line,) = [line for line in done.stdout.splitlines() if line.startswith("plan compared with step 3: ")]
+    path = str(_file(tmp_path, checkpoint={"every": 2}, **changes))
+    for step, total in ((3, 4), (7, 8)):  # The second run resumes after step 4.
+        done = run_command("train", path, "--set", f"steps={total}")
+        assert done.returncode == 0, done.stderr
+        (line,) = [line for line in done.stdout.splitlines() if line.startswith(f"plan compared with step {step}: ")]
+        assert line.count("as planned") == 3, line
+        # Times are reported for devices that are named.
+        assert "time: " not in line
+
+
+@pytest.mark.slow
+def test_averages_that_a_resumed_run_starts_are_as_planned_and_a_first_step_is_not_compared(tmp_path):
+    path = str(_file(tmp_path, checkpoint={"every": 1}, steps=1))
+    changes = ("steps=4", "ema={decay: 0.9}", "resume={from: auto, allow: [ema]}")
+    first = run_command("train", path)
+    then = run_command("train", path, *(word for each in changes for word in ("--set", each)))
+    assert (first.returncode, then.returncode) == (0, 0), first.stderr + then.stderr
+    assert ("plan compared" in first.stdout, "resuming from" in then.stdout) == (False, True)
+    (line,) = [line for line in then.stdout.splitlines() if line.startswith("plan compared with step 4: ")]
     assert line.count("as planned") == 3, line
-    # Times are reported for devices that are named.
-    assert "time: " not in line
 
 
 @pytest.mark.slow
@@ -81,7 +95,8 @@ def test_a_plan_alone_starts_nothing(tmp_path):
     path = str(_file(tmp_path, plan={"device": _device(tmp_path, memory_bytes=100_000)}))
     shown, refused = run_command("train", path, "--plan-only"), run_command("train", path)
     assert shown.returncode == 0, shown.stderr
-    assert "peak memory per rank" in shown.stdout
+    assert "NO: " in shown.stdout
+    assert " usable" in shown.stdout
     assert (refused.returncode, refused.stderr[:30]) == (2, "error: the run does not fit: a")
     assert not (tmp_path / "out").exists()
 
@@ -95,19 +110,22 @@ def test_a_plan_of_the_token_loss_refuses_no_run_of_another_objective_and_none_i
 
 
 def test_where_a_plan_was_off_is_reported():
-    row = {"kind": "all_gather", "group": "dp_shard", "ranks": 2, "dtype": "float32", "calls": 3, "bytes": 3_000_000}
+    row = {"kind": "all_gather", "group": "dp_shard", "ranks": 2, "dtype": "float32", "calls": 3, "bytes": 3 << 20}
     rank = {
-        "peak_allocated_bytes": 10_000_000,
-        "persistent_bytes": 5_000_000,
+        "peak_allocated_bytes": 10 << 20,
+        "persistent_bytes": 5 << 20,
         "collectives": [row],
         "step_seconds": 1.0,
     }
     comparison = PlanMonitor({"ranks": [rank]}, has_device_times=True)
-    comparison.measured = copy.deepcopy(rank) | {"peak_allocated_bytes": 12_000_000}
-    comparison.measured["collectives"] = [{**row, "calls": 4, "bytes": 4_000_000}, {**row, "kind": "send"}]
+    comparison.measured = copy.deepcopy(rank) | {"peak_allocated_bytes": 12 << 20}
+    comparison.measured["collectives"] = [{**row, "calls": 4, "bytes": 4 << 20}, {**row, "kind": "send"}]
     comparison.step_seconds = [9.0, 9.0, 9.0, 1.5]
     (line,) = comparison.format_comparison()
-    assert "memory at the peak: 12.0 MB, 10.0 MB planned (+20 %)" in line
-    assert "memory between steps: 5.0 MB, as planned" in line
-    assert "all_gather over dp_shard (float32): 3 calls with 3.0 MB planned, 4 with 4.0 MB measured" in line
+    assert line.startswith("plan compared with step 3: ")
+    assert "memory at the peak: 12.00 MiB, 10.00 MiB planned (+20 %)" in line
+    assert "memory between steps: 5.00 MiB, as planned" in line
+    assert "all_gather over dp_shard (float32): 3 calls with 3.00 MiB planned, 4 with 4.00 MiB measured" in line
     assert "time: 1.5 s, 1 s planned (+50 %)" in line
+    comparison.step_seconds, comparison._steady_after_steps = [9.0], 1
+    assert comparison.format_comparison() == []  # The first step is not in a steady state.

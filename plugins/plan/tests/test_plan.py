@@ -11,14 +11,17 @@ import pytest
 import torch
 import torch.distributed as dist
 import yaml
+from rich.text import Text
 from support.commands import invoke_in_process
 from support.plan_layouts import (
     RUN,
     PlannedLayout,
+    assert_fits,
     assert_reports_match,
     build_deep_layout,
     plan_command,
     plan_deep_layout,
+    render_parts,
     trace_planned_rank,
     trace_real_rank,
 )
@@ -33,6 +36,8 @@ from meshwright_plan.config import load_device_spec
 from meshwright_plan.extrapolation import Point, RankReport, extrapolate_report
 from meshwright_plan.fake_world import fake_world, make_routing_choices
 from meshwright_plan.planner import choose_representative_ranks, plan_job
+from meshwright_plan.plugin import print_parts
+from meshwright_plan.tables import build_summary, build_tables, describe_limit
 from meshwright_plan.trace import StepTrace, TrainingJob, trace_job_steps
 from meshwright_testing.workers import pool
 
@@ -132,7 +137,12 @@ def test_a_run_file_is_planned_for_more_ranks_than_there_are(tmp_path):
         assert each["peak_by_owner"]["libraries"] == each["persistent_by_owner"]["libraries"] == 2 * (32 << 20)
     assert {"dp_shard", "tp"} <= {row["group"] for row in found["collectives"]}
     assert found["failures"]["mtbf_hours"] == pytest.approx(1 / 1280)
-    assert "Recommended: checkpoint.every=" in " ".join(done.output.split())
+    output = " ".join(done.output.split())
+    assert "layout fsdp2 on 128 ranks: dp_shard=64 x tp=2 device" in output
+    assert "one of 128 ranks fails every" in output
+    assert "Recommended: checkpoint.every=" not in output
+    assert max(map(len, done.output.splitlines())) <= 80
+    assert 0 < found["mfu"] < 1
 
 
 @pytest.mark.slow
@@ -140,7 +150,13 @@ def test_sizes_and_a_length_are_enough(tmp_path):
     file = tmp_path / "run.yaml"
     values = {"model": RUN["model"], "seq_len": 16, "batch_size": 8, "schedule": {"warmup_steps": 100}}
     file.write_text(yaml.safe_dump(values), encoding="utf-8")
-    assert invoke_in_process("plan", file, "--world", 8)[0] == 0
+    code, output = invoke_in_process("plan", file, "--world", 8, "--details")
+    assert (code, "operator at the peak of ranks 0, 7: " in output) == (0, True)
+    assert max(map(len, output.splitlines())) <= 80
+    assert "\N{HORIZONTAL ELLIPSIS}" not in output
+    # Without --world, as many ranks as `train` would start.
+    code, output = invoke_in_process("plan", file, "--set", "nproc=2", "--set", "device=cpu")
+    assert (code, "on 2 ranks: dp_shard=2" in output) == (0, True)
     code, output = invoke_in_process("plan", file, "--world", 8, "--set", "data.seq_len=32")
     assert (code, "differ. Leave one of them out" in output) == (2, True)
 
@@ -148,7 +164,8 @@ def test_sizes_and_a_length_are_enough(tmp_path):
 @pytest.mark.parametrize(
     ("arguments", "text"),
     [
-        ([], "give one of --world"),
+        (["--world", "2", "--search-seconds", "9"], "--search-seconds needs --gpus"),
+        (["--gpus", "2", "--rank", "1"], "--rank needs --world"),
         (["--world", "2", "--gpus", "2"], "not --world and --gpus"),
         (["--world", "2", "--max-nodes", "1"], "--max-nodes needs --gpus"),
         (["--gpus", "2", "--ranks", "2"], "--ranks needs --calibrate"),
@@ -268,3 +285,37 @@ def test_what_is_reserved_beyond_the_peak_grows_only_where_the_largest_say_so(sp
 
     made = _made(report)
     assert made["peak_reserved_bytes"] - made["peak_allocated_bytes"] == at_126
+
+
+def test_a_summary_says_what_limits_a_step_and_fits_60_columns_and_tables_80():
+    rank = {"rank": 0, "step_seconds": 2.0, "busy_seconds": {"compute": 1.8, "dp_shard": 0.5}, "peak_operator": "mm"}
+    sizes = {"peak_allocated_bytes": 3 << 30, "peak_reserved_bytes": 4 << 30, "persistent_bytes": 1 << 30}
+    modules = {"model.layers.*.post_attention_layernorm": 1 << 20, "": 1 << 10}
+    row = {"kind": "reduce_scatter", "group": "dp_replicate", "ranks": 8192, "dtype": "bfloat16", "calls": 32_000}
+    collectives = [{**row, "bytes": 900 << 30}]
+    owned = {"peak_by_owner": {"parameters": 2 << 30, "activations": 1 << 30, "other": 1 << 10}}
+    report = {**rank, **sizes, **owned, "activations_by_module": modules, "collectives": collectives}
+    reports = [{**report, "rank": n, "persistent_bytes": n << 20, "step_seconds": 2 + n / 100} for n in range(6)]
+    plan = {"strategy": "pipeline over megatron_fsdp", "world_size": 16_384, "fits": True, "device": "H100 SXM 80 GB"}
+    plan |= {**sizes, "mesh": "pp=8 x dp_replicate=4 x dp_shard=64 x tp=8", "usable_bytes": 78 << 30, "mfu": 0.4321}
+    plan |= {"step_seconds": 2.05, "tokens_per_second_per_device": 12_345.6, "ranks": reports}
+    plan |= {"collectives": collectives}
+    assert_fits(60, [build_summary(plan)])
+    assert_fits(80, build_tables(plan))
+    shown = render_parts(60, [build_summary(plan)])
+    assert "2.05 s: 202,270,310 tokens/s, 12,346 per device; MFU 43.2%" in " ".join(shown.split())
+    assert "step" not in render_parts(60, [build_summary({**plan, "collectives": []}, has_times=False)])
+    limits = {"computing": {"compute": 1.8}, "communication": {"compute": 0.5, "tp": 1.6}}
+    limits |= {"the pipeline": {"compute": 0.5, "tp": 0.1}}
+    for limit, busy in limits.items():
+        slow = {**plan, "ranks": [{**report, "busy_seconds": busy}]}
+        assert describe_limit(slow).startswith(limit)
+    assert describe_limit({**slow, "mesh": "dp_shard=8"}).startswith("the host")
+    assert describe_limit({**plan, "fits": False}) == "memory"
+
+
+def test_a_command_to_copy_stays_one_line(capsys):
+    command = "meshwright train run.yaml " + "--set tp_size=2 " * 20
+    print_parts([Text(command, no_wrap=True), "word " * 40])
+    first, *others = capsys.readouterr().out.splitlines()
+    assert (first, len(others)) == (command, 3)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shlex
 import subprocess
 import sys
 from pathlib import Path
@@ -11,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 import yaml
-from support.plan_layouts import SIZES
+from support.plan_layouts import SIZES, assert_fits
 
 from meshwright.base.errors import ConfigError, MeshwrightError, TrainingError
 from meshwright.mesh.sizes import Degrees
@@ -29,7 +30,13 @@ from meshwright_plan.search.estimation import (
     QuickTrace,
     handle_request,
 )
-from meshwright_plan.search.recommend import build_tables, parse_tokens, recommend_layouts, write_run_file
+from meshwright_plan.search.recommend import (
+    build_search_summary,
+    build_tables,
+    parse_tokens,
+    recommend_layouts,
+    write_run_file,
+)
 from meshwright_plan.search.search import LayoutSearch
 
 MODEL = {"model_type": "llama", **SIZES}
@@ -73,7 +80,8 @@ def _all(space: SearchSpace) -> list[Candidate]:
 def _planned(candidate: Candidate, file: Path, kept: list[str], device: DeviceSpec) -> dict[str, Any] | str:
     try:
         return plan_job(
-            build_job(load_job_config(file, [*kept, *candidate.assignments]), candidate.degrees.world_size), device
+            build_job(load_job_config(file, [*kept, *candidate.format_assignments({})]), candidate.degrees.world_size),
+            device,
         )
     except MeshwrightError as error:
         return str(error)
@@ -146,7 +154,12 @@ def test_what_does_not_fit_whole_is_sharded_and_the_lines_lead_to_the_plan_that_
     for key in ("step_seconds", "peak_reserved_bytes", "mesh", "strategy", "tokens_per_second_per_device"):
         assert best[key] == again[key]
     assert found["is_certain"]
-    assert best["assignments"][0] in build_tables(found)[-2]
+    command = build_search_summary(found)[-1].plain
+    assert command.startswith(f"meshwright train {file} --set ")
+    assert all(shlex.quote(each) in command for each in best["assignments"])
+    assert not {"pp_size=1", "wrapper_config={}"} & {*best["assignments"][len(kept) :]}  # defaults
+    assert_fits(80, [*build_tables(found), *build_search_summary(found)[:-1]])
+    assert_fits(60, build_search_summary(found)[:-1])
 
 
 def test_kept_settings_stay_and_others_are_searched(tmp_path):
@@ -341,7 +354,7 @@ def test_who_is_expected_to_hold_more_fits_less_likely(tmp_path):
 def test_what_was_looked_at_is_reported_when_time_is_up(tmp_path):
     kept = ["strategy=fsdp2", "pp_size=1", "cp_size=1"]
     found = recommend_layouts(
-        _file(tmp_path), kept, 32, "h100-80gb", max_nodes=1, num_processes=1, num_best=3, time_limit_s=0.0
+        _file(tmp_path), kept, 32, "h100-80gb", max_nodes=1, num_processes=1, num_best=3, search_seconds=0.0
     )
     # Those with which it begins, of which one is planned.
     assert (found["world_size"], found["num_traced"], found["num_planned"], found["is_certain"]) == (8, 4, 1, False)

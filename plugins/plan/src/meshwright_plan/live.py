@@ -22,6 +22,7 @@ from meshwright.plugin import (
     find_device,
     get_objective,
     hookimpl,
+    list_tensors,
     validate_config,
 )
 from meshwright_run.model_probe import get_node_memory
@@ -31,7 +32,9 @@ from meshwright_run.run_file import RunConfig
 from .config import DeviceSpec, get_plan_config, list_device_specs
 from .config import load_device_spec as find_file
 from .meter import StepMeter
-from .planner import ModelFlops, build_job, count_model_flops, plan_job, summarize_collectives
+from .model_flops import ModelFlops, count_model_flops, estimate_mfu, get_main_dtype
+from .planner import build_job, plan_job, summarize_collectives
+from .tables import format_seconds, format_size
 from .trace import TrainingJob, get_process_groups
 
 COMPARED_STEP = 2  # Compared step, from 0: the first allocates persistent state, the second may not be steady yet
@@ -57,8 +60,10 @@ class PlanMonitor:
     has_device_times: bool = False  # whether the times of the plan's device are known
     can_observe_operators: bool = True  # whether operators can be observed; False if they are compiled
     measured: dict[str, Any] = field(default_factory=dict)
-    step_seconds: list[float] = field(default_factory=list)  # seconds of the steps so far
+    step_seconds: list[float] = field(default_factory=list)  # seconds of this attempt's steps so far
     _meter: StepMeter | None = None
+    _first_step: int = 1  # number of this attempt's first step in the run, from 1
+    _steady_after_steps: int = 0  # see `StrategyManager.steady_after_steps`
     _is_reported: bool = False
     _has_device_stats: bool = False
 
@@ -76,14 +81,14 @@ class PlanMonitor:
             return f"not planned: {self.unavailable_reason}"
         largest = max(self.plan["ranks"], key=lambda each: each["peak_allocated_bytes"])
         parts = ", ".join(
-            f"{owner} {_format_mb(size)}" for owner, size in largest["peak_by_owner"].items() if size >= 50_000
+            f"{owner} {format_size(size)}" for owner, size in largest["peak_by_owner"].items() if size >= 50_000
         )
         communicated = sum(row["bytes"] for row in self.plan["collectives"])
-        took = f"; a step takes {self.plan['step_seconds']:.3g} s" if self.has_device_times else ""
+        took = f"; a step takes {format_seconds(self.plan['step_seconds'])}" if self.has_device_times else ""
         return (
-            f"planned: a rank holds {_format_mb(largest['peak_allocated_bytes'])} at the peak of a step ({parts}), "
-            f"{_format_mb(self.plan['persistent_bytes'])} between steps; it communicates "
-            f"{_format_mb(communicated)} per step{took}"
+            f"planned: a rank holds {format_size(largest['peak_allocated_bytes'])} at the peak of a step ({parts}), "
+            f"{format_size(self.plan['persistent_bytes'])} between steps; it communicates "
+            f"{format_size(communicated)} per step{took}"
         )
 
     def observe_setup(self) -> AbstractContextManager[None]:
@@ -94,7 +99,7 @@ class PlanMonitor:
         return self._meter
 
     def step_contexts(self, manager: StrategyManager) -> Callable[[int], AbstractContextManager[None]]:
-        is_on = self.plan is not None
+        is_on, self._steady_after_steps = self.plan is not None, manager.steady_after_steps
         return lambda step: self._measure_step(manager, step) if step <= COMPARED_STEP and is_on else nullcontext()
 
     @contextmanager
@@ -106,6 +111,8 @@ class PlanMonitor:
         recorder = CollectiveRecorder(get_process_groups(manager.mesh), ignored_tags=[CONTROL_TAG])
         meter = self.observe_setup()
         if isinstance(meter, StepMeter):
+            # Loading a checkpoint, to resume or to roll back, replaces the state outside of the observed code.
+            meter.track(_list_training_state(manager))
             meter.begin_step()
             meter.phase = "activations"
             with meter, recorder:
@@ -126,6 +133,8 @@ class PlanMonitor:
     def on_step_end(self, result: StepResult) -> None:
         if self.plan is None or self._is_reported:
             return
+        if not self.step_seconds:
+            self._first_step = result.step
         self.step_seconds.append(result.seconds)
         # With times, wait one more step: observation slows down the compared step.
         self._is_reported = (
@@ -136,22 +145,28 @@ class PlanMonitor:
                 create_console().print(line, highlight=False, soft_wrap=True)
 
     def format_comparison(self) -> list[str]:
+        """Return the line that compares the plan with the last observed step; none if no step was in a steady state."""
         reported = (self.plan or {}).get("ranks", [{}])[0]
-        lines = []
+        index, lines = min(COMPARED_STEP, len(self.step_seconds) - 1), []
+        if index < self._steady_after_steps:
+            return []
         # Observed operators do not show workspaces; the statistics of a device allocator include them.
         unobserved = 0 if self._has_device_stats else reported.get("library_workspace_bytes", 0)
         for name, key in (("at the peak", "peak_allocated_bytes"), ("between steps", "persistent_bytes")):
             if key in self.measured:
                 lines.append(
-                    f"memory {name}: {_format_deviation(reported[key] - unobserved, self.measured[key], _format_mb)}"
+                    f"memory {name}: {_format_deviation(reported[key] - unobserved, self.measured[key], format_size)}"
                 )
         if "collectives" in self.measured:
             lines.append(_compare_collectives(reported["collectives"], self.measured["collectives"]))
         if self.has_device_times and len(self.step_seconds) > COMPARED_STEP + 1:
-            lines.append(
-                f"time: {_format_deviation(reported['step_seconds'], self.step_seconds[-1], '{:.3g} s'.format)}"
-            )
-        return [f"plan compared with step {COMPARED_STEP + 1}: " + "; ".join(lines)] if lines else []
+            lines.append(f"time: {_format_deviation(reported['step_seconds'], self.step_seconds[-1], format_seconds)}")
+        return [f"plan compared with step {self._first_step + index}: " + "; ".join(lines)] if lines else []
+
+
+def _list_training_state(manager: StrategyManager) -> list[torch.Tensor]:
+    parameters = [each for part in manager.model_parts for each in part.parameters()]
+    return list(list_tensors([parameters, *manager.optimizer.state.values()]))
 
 
 def create_plan_monitor(config: RunConfig, world_size: int) -> PlanMonitor | None:
@@ -170,8 +185,7 @@ def create_plan_monitor(config: RunConfig, world_size: int) -> PlanMonitor | Non
         if monitor.plan is None:
             dtype = str(resolve_model(config.model).get_dtype(config.model)).removeprefix("torch.")
         else:
-            by_dtype: dict[str, int] = monitor.plan["ranks"][0]["flops_by_dtype"]
-            dtype = max(by_dtype, key=by_dtype.__getitem__, default="float32")  # dtype of most products
+            dtype = get_main_dtype(monitor.plan)
         monitor.peak_flops = get_peak_flops(find_device(config.device), dtype)
     return monitor
 
@@ -188,9 +202,9 @@ def _plan_and_check(
         return PlanMonitor(None, str(error))
     monitor = PlanMonitor(plan, has_device_times=has_device_times, can_observe_operators=not job.is_compiled)
     if not plan["fits"]:
-        needed, has = (plan[key] / 2**30 for key in ("peak_reserved_bytes", "memory_bytes"))
+        needed, has = (format_size(plan[key]) for key in ("peak_reserved_bytes", "memory_bytes"))
         refusal = ModelError(
-            f"the run does not fit: a rank needs {needed:,.1f} GiB, but {plan['device']} has {has:,.1f} GiB. "
+            f"the run does not fit: a rank needs {needed}, but {plan['device']} has {has}. "
             f"{_suggest_changes(config, world_size, device)} To try it anyway, set plan.on_oom=warn."
         )
         if get_plan_config(config).on_oom == "error":
@@ -218,12 +232,14 @@ def _suggest_changes(config: RunConfig, world_size: int, device: DeviceSpec) -> 
             nearest = found["peak_reserved_bytes"], flags
     if nearest is None:
         return "Use more ranks, or a smaller model."
-    return f"{nearest[1]} would still need {nearest[0] / 2**30:,.1f} GiB. Use more ranks, or a smaller model."
+    return f"{nearest[1]} would still need {format_size(nearest[0])}. Use more ranks, or a smaller model."
 
 
-def build_plan(config: RunConfig, world_size: int) -> dict[str, Any]:
-    """Return the plan of a run on `world_size` ranks and on its device."""
-    return plan_job(build_job(config, world_size), _find_run_device(config, world_size)[0])
+def build_plan(config: RunConfig, world_size: int) -> tuple[dict[str, Any], bool]:
+    """Return the plan of a run on `world_size` ranks and on its device, and whether the device's times are known."""
+    job, (device, has_times) = build_job(config, world_size), _find_run_device(config, world_size)
+    plan = plan_job(job, device)
+    return plan | ({"mfu": estimate_mfu(job, device, plan)} if has_times else {}), has_times
 
 
 # -- the device of the run
@@ -270,11 +286,11 @@ def _compare_collectives(planned_rows: Sequence[dict[str, Any]], measured_rows: 
         if numbers[0] != numbers[1]:
             (calls, size), (real_calls, real_size) = numbers
             other.append(
-                f"{key[0]} over {key[1]} ({key[3]}): {calls} calls with {_format_mb(size)} planned, "
-                f"{real_calls} with {_format_mb(real_size)} measured"
+                f"{key[0]} over {key[1]} ({key[3]}): {calls} calls with {format_size(size)} planned, "
+                f"{real_calls} with {format_size(real_size)} measured"
             )
     total = sum(row["bytes"] for row in planned_rows)
-    return f"collectives: {', '.join(other)}" if other else f"collectives: {_format_mb(total)}, as planned"
+    return f"collectives: {', '.join(other)}" if other else f"collectives: {format_size(total)}, as planned"
 
 
 def _format_deviation(planned: float, measured: float, format_value: Callable[[Any], str]) -> str:
@@ -282,7 +298,3 @@ def _format_deviation(planned: float, measured: float, format_value: Callable[[A
     if abs(off) < MIN_REPORTED_PERCENT:
         return f"{format_value(measured)}, as planned"
     return f"{format_value(measured)}, {format_value(planned)} planned ({off:+.0f} %)"
-
-
-def _format_mb(size: float) -> str:
-    return f"{size / 1e6:,.1f} MB"

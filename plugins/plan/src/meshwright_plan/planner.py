@@ -1,11 +1,4 @@
-"""Plan a job: memory, communication and time of some ranks on a device, as JSON values. Also build a run file's job.
-
-[Note: model FLOPs] FLOPs of the matrix products in forward and backward for one row of `seq_len` tokens, counted on a
-trace of one rank: without recomputation, gradients of frozen weights, or experts that are not chosen. Attention counts
-only pairs that are not masked: about half of all pairs if causal, while formulas such as 6 N + 12 L H S count all.
-Its backward has four products per pair; the fifth, with which fused kernels recompute the scores, does not count.
-Source: Chowdhery et al. 2022, arXiv:2204.02311, appendix B; Dao 2023, arXiv:2307.08691.
-"""
+"""Plan a job: memory, communication and time of some ranks on a device, as JSON values. Also build a run file's job."""
 
 from __future__ import annotations
 
@@ -13,7 +6,6 @@ import copy
 import functools
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
 from itertools import accumulate
 from typing import Any
 
@@ -22,36 +14,26 @@ from torch import nn
 
 from meshwright.plugin import (
     EMA,
-    BatchError,
-    BoundObjective,
     Collective,
     Degrees,
     Mesh,
-    MeshSizes,
     MeshwrightError,
-    Objective,
-    OperationObserver,
     StrategyError,
     StrategyManager,
     add_adapters_on_meta,
     build_model_config,
     check_target_names,
-    count_flops,
-    get_operation_name,
-    has_meta_tensors,
     init_model,
-    is_attention,
     optimizer_factory,
     probe_optimizer,
     real_compute,
-    resolve,
 )
 from meshwright_run.preflight import ResolvedModel, prepare_data_and_model_config, resolve_model
 from meshwright_run.run_file import RunConfig, resolve_layout
 
 from .allocator import compute_reserved_bytes
 from .config import DeviceSpec
-from .extrapolation import SAMPLE_DEPTHS, Coordinates, Point, extrapolate_report
+from .extrapolation import Coordinates, Point, extrapolate_report
 from .fake_world import fake_world
 from .meter import LIBRARIES
 from .pipeline_extrapolation import StageCostModel, extrapolate_ranks
@@ -79,6 +61,7 @@ def plan_job(job: TrainingJob, device: DeviceSpec, ranks: Sequence[int] | None =
         "mesh": str(job.degrees),
         "device": device.name,
         "memory_bytes": device.memory_bytes,
+        "usable_bytes": device.memory_bytes - device.context_bytes,
         "fits": fits_in_memory(largest["peak_reserved_bytes"], device),
         **largest,
         "step_seconds": seconds,
@@ -271,77 +254,6 @@ def summarize_collectives(collectives: Iterable[Collective]) -> list[dict[str, A
         row["calls"] += 1
         row["bytes"] += each.nbytes
     return list(rows.values())
-
-
-@dataclass(frozen=True)
-class ModelFlops:
-    """FLOPs per target token of a row without padding, or None and the reason; see [Note: model FLOPs]."""
-
-    per_token: float | None
-    unavailable_reason: str = ""
-
-
-def count_model_flops(job: TrainingJob, objective: Objective | None = None) -> ModelFlops:
-    """Return the FLOPs of a job's model per token, in any layout. Objectives are counted as the token loss."""
-    if objective is not None and not _counts_tokens(BoundObjective(objective)):
-        return ModelFlops(None, f"the {BoundObjective(objective).name} does not count tokens")
-    try:
-        stack, degrees = resolve("single", MeshSizes(), 1, config={"loss_chunk_rows": 0})
-        alone = replace(job, stack=stack, degrees=degrees, micro_batch_size=1, num_microbatches=1)
-        return ModelFlops(_count_row_flops(alone) / max(1, job.seq_len - 1))
-    except MeshwrightError as error:
-        return ModelFlops(None, str(error))
-
-
-def _counts_tokens(objective: BoundObjective) -> bool:
-    """Return whether an objective is divided by the number of targets, judged by a few rows."""
-    ids = torch.ones((objective.group_size, 4), dtype=torch.int64)
-    try:
-        return objective.count([{"input_ids": ids, "labels": ids}]) in (None, objective.group_size * 3)
-    except BatchError:
-        return False
-
-
-def _count_row_flops(job: TrainingJob) -> int:
-    flops_of = functools.cache(lambda blocks: _count_traced_flops(job.with_num_layers(blocks)))
-    for first, second, check in SAMPLE_DEPTHS:
-        if job.build_with_layers is None or job.num_layers <= first + second + check:
-            break
-        growth = (flops_of(second) - flops_of(first)) / (second - first)
-        if flops_of(second) + growth * (check - second) == flops_of(check):
-            return int(flops_of(check)) + round(growth * (job.num_layers - check))
-    return _count_traced_flops(job)
-
-
-def _count_traced_flops(job: TrainingJob) -> int:
-    products = _FlopCounter()
-    with tracing_mesh(job, 0) as mesh:
-        model, manager = job.build(mesh)
-        batches = [job.make_batch(model)]
-        module = manager.parallelize(model, NoWeights() if has_meta_tensors(model) else None)
-        module.register_forward_pre_hook(products.start)
-        with products:
-            manager.forward_backward(batches, num_tokens=manager.begin_step_sync(batches))
-    return products.flops
-
-
-class _FlopCounter(OperationObserver):
-    """Sum of FLOPs, from the first forward with gradients on: probes before it do not count."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.flops, self._has_started = 0, False
-
-    def start(self, *_: Any) -> None:
-        self._has_started = self._has_started or torch.is_grad_enabled()
-
-    def observe(self, operation: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], result: Any) -> None:
-        if not self._has_started:
-            return
-        flops = count_flops(operation, args, kwargs, result)
-        if flops and is_attention(operation) and "backward" in get_operation_name(operation):
-            flops = flops * 4 // 5
-        self.flops += flops
 
 
 def build_job(config: RunConfig, world_size: int) -> TrainingJob:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import textwrap
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, TypeAlias
@@ -32,24 +33,36 @@ from .config import PlanConfig
 if TYPE_CHECKING:
     from meshwright_run.run_file import RunConfig
 
+    from .config import DeviceSpec
     from .live import PlanMonitor
+    from .trace import TrainingJob
 
 DEFAULT_DEVICE = "h100-80gb"
 OutputFiles: TypeAlias = tuple[Path | None, Path | None]
+
+WorldOption = Annotated[
+    int | None,
+    typer.Option(min=1, help="Number of ranks, which need not exist; default: the number that `train` would start."),
+]
+DeviceOption = Annotated[
+    str | None,
+    typer.Option(
+        help="Device to plan for: a name such as h200, or your own YAML file; default: h100-80gb. With --calibrate: "
+        "the device that supplies the figures that are not measured."
+    ),
+]
+SearchSecondsOption = Annotated[
+    float | None, typer.Option(min=1, help="With --gpus: time limit of the search in seconds; default: 105.")
+]
 
 
 def plan(
     run_file: Annotated[
         Path | None, typer.Argument(help="A run file (YAML). Its data are not read.", show_default=False)
     ] = None,
-    world: Annotated[int | None, typer.Option(min=1, help="Number of ranks.")] = None,
-    device: Annotated[
-        str | None,
-        typer.Option(
-            help="Device to plan for: a name such as h200, or your own YAML file; default: h100-80gb. With "
-            "--calibrate: the device that supplies the figures that are not measured."
-        ),
-    ] = None,
+    world: WorldOption = None,
+    details: Annotated[bool, typer.Option("--details", help="Print all tables, not only a summary.")] = False,
+    device: DeviceOption = None,
     json_file: Annotated[Path | None, typer.Option("--json", help="Write the plan to this JSON file.")] = None,
     html_file: Annotated[Path | None, typer.Option("--html", help="Write a page with plots to this HTML file.")] = None,
     png_directory: Annotated[Path | None, typer.Option("--png", help="Write the plots to this directory.")] = None,
@@ -66,6 +79,7 @@ def plan(
     run_out: Annotated[
         Path | None, typer.Option("--write", help="With --gpus: write the best layout as a run file.")
     ] = None,
+    search_seconds: SearchSecondsOption = None,
     calibrate: Annotated[Path | None, typer.Option(help="Measure this machine; write its device file here.")] = None,
     calibrated_ranks: Annotated[
         int | None, typer.Option("--ranks", min=1, help="With --calibrate: ranks that compute at the same time.")
@@ -80,48 +94,53 @@ def plan(
       meshwright plan run.yaml --gpus 64 --write best.yaml
     """
     file, changes, pictures = run_file or Path(), assignments or [], (html_file, png_directory)
+    searching = {"batch_tokens": batch_tokens, "max_nodes": max_nodes, "search_seconds": search_seconds}
     with exit_on_error(traceback):
         _check_one_mode(run_file, world=world, gpus=gpus, calibrate=calibrate)
-        _check_requires("gpus", gpus, batch_tokens=batch_tokens, max_nodes=max_nodes, write=run_out)
+        _check_requires("gpus", gpus, write=run_out, **searching)
         _check_requires("calibrate", calibrate, ranks=calibrated_ranks)
-        _check_requires("world", world, rank=ranks)
+        if gpus is not None or calibrate is not None:
+            _check_requires("world", world, rank=ranks)
         if calibrate is not None:
             from .calibration.calibrate import calibrate_to_file
 
             join_launcher()
             exit_process(calibrate_to_file(calibrate, base=device, ranks=calibrated_ranks, show_traceback=traceback))
-        device = device or DEFAULT_DEVICE
         if gpus is None:
             job = load_job_config(file, changes)
-            _write_json(_plan_and_print(job, world or 1, device, ranks, expert_imbalance, pictures), json_file)
+            world = count_ranks(job, world)
+            found, parts = _plan(job, world, device, ranks, expert_imbalance, pictures, details=details)
+            print_parts(parts)
+            _write_json(found, json_file)
         else:
-            options = {"batch_tokens": batch_tokens, "max_nodes": max_nodes, "expert_imbalance": expert_imbalance}
-            _search(file, changes, gpus, device, options, (json_file, run_out), pictures)
+            options = {**searching, "expert_imbalance": expert_imbalance}
+            _search(file, changes, gpus, device, options, (json_file, run_out), pictures, details=details)
 
 
 def _search(
     file: Path,
     changes: list[str],
     gpus: int,
-    device: str,
+    device: str | None,
     options: dict[str, Any],
     output_files: OutputFiles,
     plot_files: OutputFiles,
+    *,
+    details: bool,
 ) -> None:
     """Search for layouts; print them, and write the results as JSON, and the best as a run file and as plots."""
-    from .search.recommend import build_tables, recommend_layouts, write_run_file
+    from .search.recommend import build_search_summary, build_tables, recommend_layouts, write_run_file
 
-    found = recommend_layouts(file, changes, gpus, device, **options)
-    print_parts(build_tables(found))
+    found = recommend_layouts(file, changes, gpus, device or DEFAULT_DEVICE, **options)
+    print_parts([*(build_tables(found) if details else []), *build_search_summary(found, details=details)])
     _write_json(found, output_files[0])
     best = found["best"][0]
     if output_files[1] is not None:
         write_run_file(best, output_files[1])
     if any(each is not None for each in plot_files):
         config = load_job_config(file, best["assignments"])
-        _plan_and_print(
-            config, found["world_size"], device, None, options["expert_imbalance"], plot_files, found["layouts"]
-        )
+        imbalance, layouts = options["expert_imbalance"], found["layouts"]
+        _plan(config, found["world_size"], device, None, imbalance, plot_files, layouts)
 
 
 def load_job_config(run_file: Path, assignments: list[str]) -> RunConfig:
@@ -141,18 +160,15 @@ def check_job_config(config: RunConfig, world: int) -> None:
 
 def _check_one_mode(run_file: Path | None, **modes: Any) -> None:
     given = [f"--{name}" for name, value in modes.items() if value is not None]
-    if len(given) != 1:
-        reported = " and ".join(given) or "none of these"
+    if len(given) > 1:
         raise ConfigError(
             f"give one of --world N (plan a run file), --gpus N (find its best layout) or --calibrate FILE (measure "
-            f"this machine), not {reported}."
+            f"this machine), not {' and '.join(given)}."
         )
-    if (run_file is None) != (given == ["--calibrate"]):
-        raise ConfigError(
-            f"{given[0]} needs a run file: meshwright plan run.yaml {given[0]} ..."
-            if run_file is None
-            else f"--calibrate measures a machine and needs no run file. Leave {run_file} out."
-        )
+    if run_file is None and given != ["--calibrate"]:
+        raise ConfigError(f"give a run file: meshwright plan {' '.join(['run.yaml', *given])} ...")
+    if run_file is not None and given == ["--calibrate"]:
+        raise ConfigError(f"--calibrate measures a machine and needs no run file. Leave {run_file} out.")
 
 
 def _check_requires(mode: str, value: Any, **options: Any) -> None:
@@ -161,41 +177,68 @@ def _check_requires(mode: str, value: Any, **options: Any) -> None:
             raise ConfigError(f"--{name.replace('_', '-')} needs --{mode}. Add that, or leave the option out.")
 
 
-def _plan_and_print(
-    config: RunConfig, world: int, device: str, ranks: Any, imbalance: float, plot_files: OutputFiles, layouts: Any = ()
-) -> dict[str, Any]:
+def count_ranks(config: RunConfig, world: int | None) -> int:
+    """Return `world`; if it is None, the ranks that a launcher has started, or that `train` would start."""
+    if world is not None:
+        return world
+    if is_launched():
+        return int(os.environ["WORLD_SIZE"])
+    from meshwright_run.preflight import count_local_ranks
+
+    return count_local_ranks(config)
+
+
+def _plan(
+    config: RunConfig,
+    world: int,
+    device: str | None,
+    ranks: Any,
+    imbalance: float,
+    plot_files: OutputFiles,
+    layouts: Any = (),
+    *,
+    details: bool = False,
+) -> tuple[dict[str, Any], list[Any]]:
+    """Plan a run and write its plots; return JSON values, and the parts to print."""
     with gc_paused():
         check_job_config(config, world)  # report common mistakes before the imports that a trace needs
         from .config import load_device_spec
-        from .goodput.advice import estimate_failure_cost
-        from .goodput.advice import render_failure_cost as reported_failures
-        from .planner import build_job
-        from .planner import plan_job as planned
-        from .tables import build_tables
+        from .goodput.advice import estimate_failure_cost, render_failure_cost, summarize_failure_cost
+        from .model_flops import estimate_mfu
+        from .planner import build_job, plan_job
+        from .tables import build_summary, build_tables
 
-    on = load_device_spec(device)
+    on = load_device_spec(device or DEFAULT_DEVICE)
     job = replace(build_job(config, world), expert_imbalance=imbalance)
-    page, directory = plot_files
-    draws = page is not None or directory is not None
+    draws = any(each is not None for each in plot_files)
     if draws:
-        from .plots.plot_data import choose_ranks, collect_plot_data
+        from .plots.plot_data import choose_ranks
 
         ranks = choose_ranks(job.degrees, ranks)
-    found = planned(job, on, ranks)
-    print_parts(build_tables(found))
-    failures = estimate_failure_cost(config, job, on, found)
-    print_parts(reported_failures(failures, config))
+    found = plan_job(job, on, ranks)
+    found["mfu"] = estimate_mfu(job, on, found)
+    found["failures"] = failures = estimate_failure_cost(config, job, on, found)
     if draws:
-        subject = collect_plot_data(job, on, found, layouts)
-        if page is not None:
-            from .plots.page import write_page
+        _write_plots(plot_files, job, on, found, layouts)
+    more = {"failures": summarize_failure_cost(failures)}
+    if device is None:
+        more["device"] = f"{found['device']} (the default; change it with --device)"
+    tables = [*build_tables(found), *render_failure_cost(failures, config)] if details else []
+    return found, [*tables, build_summary(found, more=more)]
 
-            write_page(page, subject)
-        if directory is not None:
-            from .plots.png import write_pngs
 
-            write_pngs(directory, subject)
-    return {**found, "failures": failures}
+def _write_plots(plot_files: OutputFiles, job: TrainingJob, device: DeviceSpec, plan: Any, layouts: Any) -> None:
+    from .plots.plot_data import collect_plot_data
+
+    (page, directory), subject = plot_files, collect_plot_data(job, device, plan, layouts)
+    if page is not None:
+        from .plots.page import write_page
+
+        write_page(page, subject)
+    if directory is not None:
+        from .plots.png import write_pngs
+
+        write_pngs(directory, subject)
 
 
 def _write_json(result: dict[str, Any], json_file: Path | None) -> None:
@@ -204,19 +247,15 @@ def _write_json(result: dict[str, Any], json_file: Path | None) -> None:
 
 
 def print_parts(parts: list[Any]) -> None:
-    console = create_output_console(200)
+    console = create_output_console(80)
     for part in parts:
-        console.print(part, highlight=False)
+        # A command to copy, which has `no_wrap`, stays one line.
+        console.print(part, highlight=False, soft_wrap=getattr(part, "no_wrap", None) is True)
 
 
 def explain(
     run_file: RunFileArgument,
-    world: Annotated[
-        int | None,
-        typer.Option(
-            min=1, help="Number of ranks, which need not exist; default: the number that `train` would start."
-        ),
-    ] = None,
+    world: WorldOption = None,
     assignments: SetOption = None,
     traceback: TracebackOption = False,
 ) -> None:
@@ -236,17 +275,17 @@ def explain(
         if os.environ.get("RANK", "0") != "0":
             return
         with gc_paused():
-            from meshwright_run.preflight import count_local_ranks
-
             from .explain.facts import collect_facts
             from .explain.sentences import build_sections
 
-        count = world or (int(os.environ["WORLD_SIZE"]) if is_launched() else count_local_ranks(config))
         console = create_console()
-        for title, lines in build_sections(collect_facts(config, count)).items():
-            console.print(title, style="bold", markup=False, highlight=False)
+        for title, lines in build_sections(collect_facts(config, count_ranks(config, world))).items():
+            console.print(title, style="bold", highlight=False)
             for line in lines:
-                console.print(f"  {line}", markup=False, highlight=False, soft_wrap=not console.is_terminal)
+                # In a terminal, the lines of a sentence after the first are indented further.
+                wrapped = textwrap.fill(line, max(console.width - 2, 20), subsequent_indent="  ")
+                text = wrapped if console.is_terminal else line
+                console.print(textwrap.indent(text, "  "), highlight=False, soft_wrap=True)
             console.print()
 
 
@@ -272,6 +311,7 @@ def monitor_run(config: RunConfig, world_size: int) -> PlanMonitor | None:
 @hookimpl
 def render_plan(config: RunConfig, world_size: int) -> list[Any]:
     from .live import build_plan
-    from .tables import build_tables
+    from .tables import build_summary
 
-    return build_tables(build_plan(config, world_size))
+    plan, has_times = build_plan(config, world_size)
+    return [build_summary(plan, has_times=has_times)]

@@ -93,7 +93,7 @@ def _print_plan(config: RunConfig) -> None:
     parts = get_registry().hook.render_plan(config=config, world_size=count)
     if parts is None:
         raise ConfigError(f"--plan-only needs a plugin that is not installed. {format_install_hint('plan')}")
-    console = create_output_console(200)
+    console = create_output_console(80)
     for part in parts:
         console.print(part, highlight=False)
 

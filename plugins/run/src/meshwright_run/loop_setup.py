@@ -105,7 +105,8 @@ def build_loop(
         # Settings and learning rates come from the run file. Except for allowed changes, they equal the saved ones.
         load_checkpoint(manager, resume_point.checkpoint, keep_group_settings=True)
         set_scheduler_step(scheduler, resume_point.step)
-        ema = ema or (EMA(manager, config.ema, start_step=resume_point.step) if config.ema else None)
+        with observe_setup():
+            ema = ema or (EMA(manager, config.ema, start_step=resume_point.step) if config.ema else None)
         origin = (resume_point.step + resume_point.num_skipped_batches, resume_point.compute_data_position())
     if shard is None:
         shard = build_data_shard(mesh.degrees, prepared.micro_batch_size, mesh.data_rank)

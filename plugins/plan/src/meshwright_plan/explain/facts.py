@@ -123,7 +123,7 @@ def collect_facts(config: RunConfig, world_size: int) -> RunFacts:
     plan, reason = None, ""
     memory: MemoryBreakdown = {}
     try:
-        plan = build_plan(config, world_size)
+        plan, _ = build_plan(config, world_size)
     except MeshwrightError as error:
         reason = str(error)
     else:

@@ -10,6 +10,7 @@ from meshwright_run.run_action import RunAction
 from meshwright_run.run_directory import RunDirectory
 from meshwright_run.run_sections import HELD_OUT
 
+from ..tables import format_size
 from .facts import MemoryShare, RunFacts
 
 AXIS_DESCRIPTIONS = {
@@ -55,13 +56,6 @@ def build_sections(facts: RunFacts) -> dict[str, list[str]]:
     return {title: lines for title, text in sections.items() if (lines := list(text))}
 
 
-def format_decimal_size(size: float) -> str:
-    for unit, scale in (("GB", 1e9), ("MB", 1e6), ("kB", 1e3)):
-        if size >= scale:
-            return f"{size / scale:.3g} {unit}"
-    return f"{size:.0f} bytes"
-
-
 def _describe_layout(facts: RunFacts) -> Iterator[str]:
     degrees = facts.degrees
     ranks = f"{degrees.world_size} rank{'s' if degrees.world_size > 1 else ''}"
@@ -92,8 +86,8 @@ def _describe_memory(facts: RunFacts) -> Iterator[str]:
         {each["rank"]: list(_describe_rank_memory(each, facts)) for each in facts.plan["ranks"]}
     )
     fits = "which fits" if facts.plan["fits"] else "which DOES NOT FIT"
-    has = format_decimal_size(facts.plan["memory_bytes"])
-    most = format_decimal_size(facts.plan["peak_reserved_bytes"])
+    has = format_size(facts.plan["memory_bytes"])
+    most = format_size(facts.plan["peak_reserved_bytes"])
     yield f"The allocator reserves at most {most}, {fits} into the {has} of {facts.plan['device']}."
 
 
@@ -105,22 +99,21 @@ def _describe_rank_memory(report: Mapping[str, Any], facts: RunFacts) -> Iterato
         yield f"gradients: at most {_format_share(held['gradients'], facts)}."
     if held["optimizer"].bytes:
         yield f"optimizer state: {_format_share(held['optimizer'], facts)}."
-    activations = format_decimal_size(report["peak_by_owner"].get("activations", 0))
+    activations = format_size(report["peak_by_owner"].get("activations", 0))
     yield (
-        f"at the peak of a step: {format_decimal_size(report['peak_allocated_bytes'])}, of which {activations} are "
-        "activations."
+        f"at the peak of a step: {format_size(report['peak_allocated_bytes'])}, of which {activations} are activations."
     )
-    yield f"between steps: {format_decimal_size(report['persistent_bytes'])}."
+    yield f"between steps: {format_size(report['persistent_bytes'])}."
 
 
 def _format_share(share: MemoryShare, facts: RunFacts) -> str:
     part = share.fraction(facts.degrees)
-    text = format_decimal_size(share.bytes)
+    text = format_size(share.bytes)
     if part == 1:
         text += ", unsharded"
     elif part is not None:
         text += (
-            f", 1/{part.denominator} of the full {format_decimal_size(share.full_bytes)}, sharded along "
+            f", 1/{part.denominator} of the full {format_size(share.full_bytes)}, sharded along "
             f"{_join_names(share.sharded_axes)}"
         )
     elif share.sharded_axes:
@@ -143,7 +136,7 @@ def _format_calls(row: Mapping[str, Any]) -> str:
     if row["calls"] == 1:
         name = name.replace("messages", "message").removesuffix("s")
     return (
-        f"{row['calls']} {name} among the {row['ranks']} ranks of {row['group']}, {format_decimal_size(row['bytes'])} "
+        f"{row['calls']} {name} among the {row['ranks']} ranks of {row['group']}, {format_size(row['bytes'])} "
         f"of {row['dtype']}"
     )
 

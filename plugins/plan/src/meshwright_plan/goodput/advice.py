@@ -7,6 +7,8 @@ from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
+from rich.text import Text
+
 from meshwright.plugin import MeshwrightError, find_frozen_base_parameters
 from meshwright_run.run_file import RunConfig
 
@@ -207,29 +209,45 @@ def simulate_scenarios(scenarios: Mapping[str, FailureScenario]) -> list[dict[st
 # -- as text
 
 
-def render_failure_cost(failures: Mapping[str, Any], config: RunConfig) -> list[Any]:
-    if failures["mtbf_hours"] is None:
-        return ["failures: none (plan.failures_per_rank_hour=0)"]
+def summarize_failure_cost(failures: Mapping[str, Any]) -> str:
+    """Return a sentence about failures and the recommended checkpoint interval; "" if failures are negligible."""
+    if not failures["rows"]:
+        return ""
     hours = failures["mtbf_hours"]
     text = f"{hours:,.0f} h" if hours >= 100 else f"{hours:.2g} h" if hours >= 1 else f"{hours * HOUR / 60:.2g} min"
-    often = f"failures: one of {failures['ranks']:,} ranks fails every {text}"
-    if not failures["rows"]:
-        return [f"{often}, which is negligible"]
-    saves = failures["checkpoints"]
-    title = (
-        f"{often}; a save of {format_size(failures['state_bytes'])} blocks training for "
-        f"{format_seconds(saves['blocking_s'])} and is written in {format_seconds(saves['write_s'])}"
+    often = f"one of {failures['ranks']:,} ranks fails every {text}"
+    best = next(each for each in failures["rows"] if each["name"] == RECOMMENDED)
+    useful = best["parts"]["useful"]
+    return (
+        f"{often}: checkpoint.every={best['every']} ({best['minutes']:.3g} min) keeps {useful:.1%} of the time useful"
     )
-    names = ("every [steps]", "[min]", "replicas every [steps]", "useful", "recomputed", "saving", "waiting")
-    table = new_table(title, ("checkpoints", *names), left=("checkpoints",))
-    for row in failures["rows"]:
-        parts = row["parts"]
-        waiting = parts["detection"] + parts["restart"] + parts["loading"]
-        shares = (parts["useful"], parts["recomputed"], parts["checkpoints"] + parts["replicas"], waiting)
-        every = f"{row['every']:,}", f"{row['minutes']:.3g}", str(row["replicated_every"] or "")
-        table.add_row(row["name"], *every, *(f"{each:.1%}" for each in shares))
-    table.caption = " ".join(_format_remarks(failures, config))
-    return [table]
+
+
+def render_failure_cost(failures: Mapping[str, Any], config: RunConfig) -> list[Any]:
+    """Return a table of the scenarios, and remarks; nothing if failures are negligible."""
+    if not failures["rows"]:
+        return []
+    rows, saves = failures["rows"], failures["checkpoints"]
+    table = new_table("failures and checkpoints", ("", *(row["name"] for row in rows)), left=("",))
+    for column in table.columns:
+        column.no_wrap = False
+    waits = ("detection", "restart", "loading")
+    groups = {"recomputed": ("recomputed",), "saving": ("checkpoints", "replicas"), "waiting": waits}
+    table.add_row("checkpoint every", *(f"{row['every']:,} steps" for row in rows))
+    table.add_row("which takes", *(f"{row['minutes']:.3g} min" for row in rows))
+    if any(row["replicated_every"] for row in rows):
+        table.add_row("replicas every", *(_format_steps(row["replicated_every"]) for row in rows))
+    for name, keys in {"useful time": ("useful",), **groups}.items():
+        table.add_row(name, *(f"{sum(row['parts'][key] for key in keys):.1%}" for row in rows))
+    saved = (
+        f"A save of {format_size(failures['state_bytes'])} blocks training for "
+        f"{format_seconds(saves['blocking_s'])} and is written in {format_seconds(saves['write_s'])}."
+    )
+    return [table, Text(" ".join([saved, *_format_remarks(failures, config)]))]
+
+
+def _format_steps(steps: int | None) -> str:
+    return "" if steps is None else f"{steps:,} steps"
 
 
 def _format_remarks(failures: Mapping[str, Any], config: RunConfig) -> Iterator[str]:

@@ -260,17 +260,19 @@ class _Axes:
         return self.bottom - size / self.max_bytes * (self.bottom - self.top)
 
     def marks(self) -> Iterator[Mark]:
-        for gib in _choose_ticks(0, self.max_bytes / 2**30):
-            y = self.y(gib * 2**30)
+        size_unit, one_size = ("GiB", 2**30) if self.max_bytes > 2 * 2**30 else ("MiB", 2**20)
+        for size in _choose_ticks(0, self.max_bytes / one_size):
+            y = self.y(size * one_size)
             yield Polyline([(self.left, y), (self.right, y)], _GRID)
-            yield Text(self.left - 8, y + 4, f"{gib:g}", "quiet", anchor="end")
-        for seconds in _choose_ticks(*self.seconds, is_log=self.is_log):
-            x = self.x(seconds)
+            yield Text(self.left - 8, y + 4, f"{size:g}", "quiet", anchor="end")
+        unit, one = ("s", 1.0) if self.seconds[1] > 1 else ("ms", 1e-3)
+        for time in _choose_ticks(*(each / one for each in self.seconds), is_log=self.is_log):
+            x = self.x(time * one)
             yield Polyline([(x, self.top), (x, self.bottom)], _GRID)
-            yield Text(x, self.bottom + 18, f"{seconds:g}", "quiet", anchor="middle")
+            yield Text(x, self.bottom + 18, f"{time:g}", "quiet", anchor="middle")
         middle = (self.left + self.right) / 2, (self.top + self.bottom) / 2
-        yield Text(middle[0], self.bottom + 38, "step time [s]", "quiet", anchor="middle")
-        yield Text(18, middle[1], "memory reserved at the peak [GiB]", "quiet", anchor="middle", rotation=-90)
+        yield Text(middle[0], self.bottom + 38, f"step time [{unit}]", "quiet", anchor="middle")
+        yield Text(18, middle[1], f"memory reserved at the peak [{size_unit}]", "quiet", anchor="middle", rotation=-90)
 
 
 def _choose_ticks(low: float, high: float, *, is_log: bool = False) -> list[float]:
@@ -293,9 +295,13 @@ def draw_layouts(plot_data: PlotData) -> Picture:
     shown, best = select_layouts(found), find_pareto_frontier(found)
     edge = 1.7 * limit
     sizes = [min(edge, each["peak_reserved_bytes"]) for each in shown]
-    axes = _Axes([each["step_seconds"] for each in shown], [*sizes, limit])
+    is_limit_near = 4 * max(sizes) > limit  # otherwise, the layouts would be a line at the bottom
+    axes = _Axes([each["step_seconds"] for each in shown], [*sizes, *([limit] if is_limit_near else [])])
     points = [(axes.x(each["step_seconds"]), axes.y(each["peak_reserved_bytes"])) for each in best]
-    marks = [*axes.marks(), Polyline([(axes.left, axes.y(limit)), (axes.right, axes.y(limit))], _LIMIT)]
+    limit_y = axes.y(limit) if is_limit_near else axes.top
+    marks = [*axes.marks()]
+    if is_limit_near:
+        marks.append(Polyline([(axes.left, limit_y), (axes.right, limit_y)], _LIMIT))
     marks.append(Polyline(points, _FRONTIER))
     for each, size in reversed(list(zip(shown, sizes, strict=True))):
         beyond = "" if size < edge else ", beyond the range shown"
@@ -307,8 +313,8 @@ def draw_layouts(plot_data: PlotData) -> Picture:
         style, radius = (_BEST, 6) if each in best else (_FITS, 4) if each["fits"] else (_TOO_LARGE, 4)
         centre = axes.x(each["step_seconds"]), axes.y(size)
         marks.append(Dot(*centre, radius, style, words + beyond, is_cross=not each["fits"]))
-    usable = axes.right - 6, axes.y(limit) - 7
-    marks.append(Text(*usable, f"usable {format_size(limit)}", "limit", anchor="end", has_halo=True))
+    words = f"usable {format_size(limit)}{'' if is_limit_near else ': above the range shown'}"
+    marks.append(Text(axes.right - 6, limit_y - 4, words, "limit", anchor="end", has_halo=True))
     marks += _label_layouts(best, points)
     x, below = float(axes.left), axes.bottom + 58
     for style, words, is_cross in (

@@ -36,6 +36,7 @@ from meshwright.plugin import (
     validate_config,
 )
 from meshwright_run.data.order import check_batch_size
+from meshwright_run.run_file import RunConfig
 
 from ..config import DeviceSpec
 
@@ -62,10 +63,14 @@ class Candidate:
     def key(self) -> tuple[Any, ...]:
         return (self.family, self.activation_checkpointing, self.micro_batch_size, self.degrees, self.schedule)
 
-    @property
-    def assignments(self) -> list[str]:
-        """Values as `KEY=VALUE`, for --set."""
-        return [f"{key}={_format_flow_yaml(value)}" for key, value in self.values.items()]
+    def format_assignments(self, file_values: Mapping[str, Any]) -> list[str]:
+        """Return the values as `KEY=VALUE`, for --set, without defaults of keys that a run file does not set."""
+        fields = RunConfig.model_fields
+        return [
+            f"{key}={_format_flow_yaml(value)}"
+            for key, value in self.values.items()
+            if key in file_values or key not in fields or value != fields[key].get_default(call_default_factory=True)
+        ]
 
     def __str__(self) -> str:
         options = {**self.values.get("strategy_config", {})}
@@ -94,7 +99,8 @@ class SearchSpace:
     num_enumerated: int = 0  # layouts, including rejected ones
 
     def refuse(self, reason: str, count: int = 1) -> None:
-        reason = reason.strip().splitlines()[0]
+        lines = [line.strip() for line in reason.strip().splitlines()]
+        reason = " ".join(lines[:2]) if lines[0].endswith(":") else lines[0]
         key = re.sub(r"\d+", "N", reason)
         self.refusal_counts[key] += count
         self.refusal_examples.setdefault(key, reason)

@@ -1,4 +1,4 @@
-"""The fastest layouts of a run on a number of devices: as JSON values, as a run file, and as tables."""
+"""The fastest layouts of a run on a number of devices: as JSON values, as a run file, and as text."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import yaml
-from rich.table import Table
+from rich.text import Text
 
 from meshwright.plugin import (
     ConfigError,
@@ -28,16 +28,16 @@ from meshwright_run.run_file import UNBOUNDED_STEPS, RunConfig, read_unbounded_v
 
 from ..config import DeviceSpec, load_device_spec
 from ..planner import build_job
-from ..tables import new_table
+from ..tables import format_seconds, format_size, new_grid, new_table
 from .candidates import SIZE_KEYS, Candidate, SearchSpace, set_dotted_keys
 from .search import EvaluatedLayout, LayoutSearch
 
 NUM_BEST = 10
 TIME_LIMIT_S = 105.0
 MAX_PROCESSES = 8  # Limit of worker processes; each takes about 0.5 GiB
-NUM_UNTRACED_SHOWN, NUM_REASONS_SHOWN = 5, 8  # Rows of the tables
+NUM_OTHERS_SHOWN, NUM_UNTRACED_SHOWN, NUM_REASONS_SHOWN = 2, 5, 8  # Rows of the summary and of the tables
 _UNITS = {"": 1, "K": 2**10, "M": 2**20, "G": 2**30}
-_LEFT_ALIGNED = ("mesh", "recomputed", "strategy", "for instance")
+_LEFT_ALIGNED = ("layout", "for instance")
 
 
 def recommend_layouts(
@@ -50,7 +50,7 @@ def recommend_layouts(
     max_nodes: int | None = None,
     expert_imbalance: float = 1.0,
     num_best: int = NUM_BEST,
-    time_limit_s: float = TIME_LIMIT_S,
+    search_seconds: float | None = None,
     num_processes: int | None = None,
 ) -> dict[str, Any]:
     """Search for the fastest layouts that fit; return JSON values, see docs/reference/plan.md."""
@@ -67,7 +67,7 @@ def recommend_layouts(
             executor,
             num_processes,
             num_best,
-            time_limit_s,
+            TIME_LIMIT_S if search_seconds is None else search_seconds,
             expert_imbalance,
         )
         try:
@@ -81,7 +81,7 @@ def recommend_layouts(
             ) from error
     if not search.fitting:
         raise ConfigError(_format_no_layout_error(search))
-    return _build_result(search, assignments, batch_tokens)
+    return _build_result(search, run_file, assignments, batch_tokens)
 
 
 def write_run_file(best: Mapping[str, Any], file: Path) -> None:
@@ -175,11 +175,14 @@ class _InlineExecutor(Executor):
 # -- values
 
 
-def _build_result(search: LayoutSearch, assignments: Sequence[str], batch_tokens: str | None) -> dict[str, Any]:
+def _build_result(
+    search: LayoutSearch, run_file: Path, assignments: Sequence[str], batch_tokens: str | None
+) -> dict[str, Any]:
     space, best, still_open = search.space, search.best(), search.list_untraced()
     points = [*((each, True) for each in search.ranked()), *((each, False) for each in search.not_fitting)]
     lines = list(assignments) if batch_tokens is None else [*assignments, f"batch_size={space.values['batch_size']}"]
     return {
+        "run_file": str(run_file),
         "device": space.device.name,
         "memory_bytes": space.device.memory_bytes,
         "world_size": space.world_size,
@@ -189,7 +192,7 @@ def _build_result(search: LayoutSearch, assignments: Sequence[str], batch_tokens
         "rejected": _list_rejections(search, best, len(still_open)),
         "is_certain": not still_open,
         "untraced": [
-            {"expected_seconds": seconds, "mesh": str(each.degrees), **_layout_options(each, assignments)}
+            {"expected_seconds": seconds, "mesh": str(each.degrees), **_layout_options(each, space, assignments)}
             for seconds, each in still_open[:NUM_UNTRACED_SHOWN]
         ],
         "num_untraced": len(still_open),
@@ -198,6 +201,7 @@ def _build_result(search: LayoutSearch, assignments: Sequence[str], batch_tokens
         "num_traced": search.num_traced,
         "num_planned": search.num_planned,
         "seconds": search.elapsed,
+        "search_seconds": search.time_limit_s,
     }
 
 
@@ -216,18 +220,18 @@ def _describe_best(layout: EvaluatedLayout, space: SearchSpace, assignments: Seq
     keys = ("step_seconds", "tokens_per_second_per_device", "peak_reserved_bytes", "mesh", "strategy")
     return {
         **{key: layout.plan[key] for key in keys},
-        **_layout_options(layout.candidate, assignments),
+        **_layout_options(layout.candidate, space, assignments),
         "run": run,
         "plan": dict(layout.plan) if layout.is_planned else None,
     }
 
 
-def _layout_options(candidate: Candidate, assignments: Sequence[str]) -> dict[str, Any]:
+def _layout_options(candidate: Candidate, space: SearchSpace, assignments: Sequence[str]) -> dict[str, Any]:
     return {
         "micro_batch_size": candidate.micro_batch_size,
         "activation_checkpointing": candidate.activation_checkpointing,
         "options": str(candidate),
-        "assignments": [*assignments, *candidate.assignments],
+        "assignments": [*assignments, *candidate.format_assignments(space.values)],
     }
 
 
@@ -238,7 +242,7 @@ def _list_rejections(search: LayoutSearch, best: Sequence[EvaluatedLayout], stil
     reasons.append((search.num_too_large, f"do not fit: the smallest exceeds memory by {_format_excess(search)}"))
     reasons.append((search.count_excluded(), "are not expected to fit, judging by traces of others"))
     slower = search.ranked()[len(best) :]
-    reasons += [(len(slower), f"are slower: {slower[0].seconds:.4g} s or more")] if slower else []
+    reasons += [(len(slower), f"are slower: {format_seconds(slower[0].seconds)} or more")] if slower else []
     reasons.append((search.count_untraced() - still_open, "are expected to be slower, judging by traces of others"))
     rows = [{"layouts": count, "reason": reason} for count, reason in reasons if count > 0]
     return sorted(rows, key=lambda row: -int(row["layouts"]))
@@ -246,15 +250,15 @@ def _list_rejections(search: LayoutSearch, best: Sequence[EvaluatedLayout], stil
 
 def _format_excess(search: LayoutSearch) -> str:
     device, (size, _) = search.space.device, search.nearest
-    return f"{(size - device.memory_bytes + device.context_bytes) / 2**30:.3g} GiB"
+    return format_size(size - device.memory_bytes + device.context_bytes)
 
 
 def _format_no_layout_error(search: LayoutSearch) -> str:
     (size, candidate), space = search.nearest, search.space
     if search.list_untraced():
         return (
-            f"none of {space.num_enumerated} layouts was planned within {search.time_limit_s:.0f} s. Fix some options, "
-            "such as --set strategy=fsdp2 or --set pp_size=1."
+            f"none of {space.num_enumerated} layouts was planned within {search.time_limit_s:.0f} s. "
+            "Raise --search-seconds, or fix some options, such as --set strategy=fsdp2 or --set pp_size=1."
         )
     if candidate is None:
         reported = "\n".join(
@@ -269,58 +273,79 @@ def _format_no_layout_error(search: LayoutSearch) -> str:
     nearest = f"{candidate} on {candidate.degrees}, micro_batch_size={candidate.micro_batch_size}{recomputed}"
     return (
         f"no layout fits on {space.world_size} x {space.device.name}. The smallest is {nearest}: it takes at least "
-        f"{size / 2**30:.4g} GiB, {_format_excess(search)} too much. Use more devices or devices with more memory, a "
+        f"{format_size(size)}, {_format_excess(search)} too much. Use more devices or devices with more memory, a "
         f"shorter data.seq_len, or a smaller model."
     )
 
 
-# -- tables
+# -- text
+
+
+def build_search_summary(result: Mapping[str, Any], *, details: bool = False) -> list[Any]:
+    """Return the best layout, the next best, the command that trains the best, and how many layouts were examined."""
+    best, *others = result["best"]
+    speed = best["tokens_per_second_per_device"]
+    rows = {
+        "best layout": best["mesh"],
+        "strategy": best["options"],
+        "micro-batch": f"{best['micro_batch_size']} sequences; {_format_recomputation(best)} recomputed",
+        "step": f"{_format_step(best)}: {speed * result['world_size']:,.0f} tokens/s, {speed:,.0f} per device",
+        "memory": f"{format_size(best['peak_reserved_bytes'])} of {format_size(result['memory_bytes'])} per rank",
+    }
+    for number, each in enumerate(() if details else others[:NUM_OTHERS_SHOWN], 2):
+        name = each["options"].partition(",")[0]
+        slower = each["step_seconds"] / best["step_seconds"] - 1
+        rows[f"number {number}"] = f"{_format_step(each)} (+{slower:.1%}): {name} on {each['mesh']}"
+    flags = " ".join(f"--set {shlex.quote(each)}" for each in best["assignments"])
+    command = f"meshwright train {shlex.quote(result['run_file'])} {flags}"
+    title = f"fastest layouts that fit on {result['world_size']:,} x {result['device']}\n"
+    return [title, new_grid(rows), f"\n{_describe_search(result, details=details)}\n", Text(command, no_wrap=True)]
+
+
+def _describe_search(result: Mapping[str, Any], *, details: bool) -> str:
+    text = (
+        f"{result['num_enumerated']:,} layouts are possible. In {result['seconds']:.0f} s, {result['num_traced']} of "
+        f"them were simulated with few blocks and {result['num_planned']} in full; from these, the times of the others "
+        f"were predicted, with a typical error of {result['rms_error']:.0%}."
+    )
+    if result["num_untraced"]:
+        text += (
+            f" {result['num_untraced']:,} others might be as fast: raise --search-seconds (now "
+            f"{result['search_seconds']:g}), or fix options with --set."
+        )
+    return text + ("" if details else " --details lists more layouts, and why others are not listed.")
 
 
 def build_tables(result: Mapping[str, Any]) -> list[Any]:
-    """Return the printed parts of a result of `recommend_layouts`: tables, the command for the best, and statistics."""
-    command = " ".join(f"--set {shlex.quote(each)}" for each in result["best"][0]["assignments"])
-    return [
-        _best_table(result),
-        _rejection_table(result),
-        *([_untraced_table(result)] if result["untraced"] else []),
-        f"\nThe best: meshwright plan RUN --world {result['world_size']} {command}",
-        f"\n{result['num_enumerated']:,} layouts, {result['num_traced']} traced, {result['num_planned']} planned, "
-        f"in {result['seconds']:.0f} s. Root-mean-square error of predicted times: {result['rms_error']:.0%}.",
-    ]
-
-
-def _best_table(result: Mapping[str, Any]) -> Table:
-    title = f"the fastest layouts that fit on {result['world_size']} x {result['device']}"
-    numbers = ("", "step [s]", "tokens/s/device", "reserved [GiB]", "rows")
-    made = new_table(title, (*numbers, "mesh", "recomputed", "strategy"), _LEFT_ALIGNED)
+    """Return tables of the best layouts, of those that might be as fast, and of reasons to leave out the others."""
+    best = new_table("the fastest layouts that fit", ("", "step", "memory", "layout"), _LEFT_ALIGNED)
     for number, each in enumerate(result["best"], 1):
-        nearly = "" if each["plan"] else "~"
-        sizes = (f"{nearly}{each['step_seconds']:.4g}", f"{each['tokens_per_second_per_device']:,.0f}")
-        memory = f"{each['peak_reserved_bytes'] / 2**30:.2f}"
-        made.add_row(str(number), *sizes, memory, *_format_options(each))
-    return made
-
-
-def _format_options(layout: Mapping[str, Any]) -> tuple[str, ...]:
-    recomputed = layout["activation_checkpointing"]
-    words = "none" if recomputed in (False, None) else str(recomputed)
-    return str(layout["micro_batch_size"]), layout["mesh"], words, layout["options"]
-
-
-def _rejection_table(result: Mapping[str, Any]) -> Table:
-    made = new_table("why other layouts are not listed", ("layouts", "for instance"), _LEFT_ALIGNED)
+        best.add_row(str(number), _format_step(each), format_size(each["peak_reserved_bytes"]), _format_layout(each))
+    best.caption, best.caption_justify = "~: from a simulation with few blocks", "left"
+    rejected = new_table("why other layouts are not listed", ("layouts", "for instance"), _LEFT_ALIGNED)
     for row in result["rejected"][:NUM_REASONS_SHOWN]:
-        made.add_row(f"{row['layouts']:,}", row["reason"])
-    others = result["rejected"][NUM_REASONS_SHOWN:]
-    if others:
-        made.add_row(f"{sum(row['layouts'] for row in others):,}", f"{len(others)} other reasons")
-    return made
-
-
-def _untraced_table(result: Mapping[str, Any]) -> Table:
-    title = f"not traced: {result['num_untraced']:,} layouts that could be as fast, the likeliest first"
-    made = new_table(title, ("expected [s]", "rows", "mesh", "recomputed", "strategy"), _LEFT_ALIGNED)
+        rejected.add_row(f"{row['layouts']:,}", row["reason"])
+    if others := result["rejected"][NUM_REASONS_SHOWN:]:
+        rejected.add_row(f"{sum(row['layouts'] for row in others):,}", f"{len(others)} other reasons")
+    if not result["untraced"]:
+        return [best, rejected]
+    untraced = new_table("not simulated: might be as fast, the likeliest first", ("step", "layout"), _LEFT_ALIGNED)
     for each in result["untraced"]:
-        made.add_row(f"{each['expected_seconds']:.3g}", *_format_options(each))
-    return made
+        untraced.add_row(f"~{format_seconds(each['expected_seconds'])}", _format_layout(each))
+    return [best, rejected, untraced]
+
+
+def _format_step(layout: Mapping[str, Any]) -> str:
+    return f"{'' if layout['plan'] else '~'}{format_seconds(layout['step_seconds'])}"
+
+
+def _format_recomputation(layout: Mapping[str, Any]) -> str:
+    recomputed = layout["activation_checkpointing"]
+    return "nothing" if recomputed in (False, None) else str(recomputed)
+
+
+def _format_layout(layout: Mapping[str, Any]) -> str:
+    return (
+        f"{layout['mesh']}, micro_batch_size={layout['micro_batch_size']}, {_format_recomputation(layout)} recomputed, "
+        f"{layout['options']}"
+    )

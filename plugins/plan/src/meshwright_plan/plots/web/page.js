@@ -155,11 +155,10 @@ class Chart {
     const pen = this.pen, bottom = this.height - 22;
     const [unit, one] = view.to - view.from > 2e9 ? ["s", 1e9] : view.to - view.from > 2e6 ? ["ms", 1e6] : ["µs", 1e3];
     const marks = ticks(view.from / one, view.to / one, Math.max(2, this.width / 110));
-    const digits = Math.max(0, Math.min(4, -Math.floor(Math.log10((marks[1] ?? 1) - (marks[0] ?? 0)) + 1e-9)));
     for (const at of marks) {
       const x = this.xOf(at * one);
       this.rule(x, 0, x, bottom, "line");
-      const words = at.toFixed(String(digits) === "0" && marks[1] - marks[0] === 2.5 ? 1 : digits) + " " + unit;
+      const words = `${+at.toFixed(4)} ${unit}`;
       const half = pen.measureText(words).width / 2;
       this.text(words, Math.min(x, this.canvas.clientWidth - half - 4), bottom + 12, "quiet", "center");
     }
@@ -255,10 +254,13 @@ class MemoryChart extends Chart {
     const at = i === peak ? "peak, " : "";
     return `${at}rank ${rank}, ${time(times[i])}, ${data.phases[phases[i]]}, ${data.names[names[i]]}: ${size(total[i])} = ${parts.join(" + ")}`;
   }
+  sizes() {
+    const [unit, one] = this.most > 2 * 2 ** 30 ? ["GiB", 2 ** 30] : this.most > 2 * 2 ** 20 ? ["MiB", 2 ** 20] : ["KiB", 2 ** 10];
+    return ticks(0, this.most / one, 6).map(at => [at * one, `${+at.toFixed(3)} ${unit}`]);
+  }
   paint() {
     const {time, owners, total, peak, reserved, rank} = this.chosen, pen = this.pen, n = time.length;
-    const marks = ticks(0, this.most / 2 ** 30, 6);
-    for (const gib of marks) this.rule(LEFT, this.y(gib * 2 ** 30), LEFT + this.width, this.y(gib * 2 ** 30), "line");
+    for (const [bytes] of this.sizes()) this.rule(LEFT, this.y(bytes), LEFT + this.width, this.y(bytes), "line");
     const first = this.indexAt(view.from), last = this.indexAt(view.to);
     const base = new Float64Array(n);
     for (const [owner, sizes] of owners) {
@@ -314,7 +316,7 @@ class MemoryChart extends Chart {
   }
   labels() {
     const {time, total, peak, names, reserved} = this.chosen, pen = this.pen;
-    for (const gib of ticks(0, this.most / 2 ** 30, 6)) this.text(`${+gib.toFixed(3)} GiB`, LEFT - 8, this.y(gib * 2 ** 30), "quiet", "right");
+    for (const [bytes, words] of this.sizes()) this.text(words, LEFT - 8, this.y(bytes), "quiet", "right");
     this.text("phase", LEFT - 8, 15, "quiet", "right");
     const right = LEFT + this.width - 6;
     const reservedY = this.y(reserved), limitY = this.y(data.limit), isSeen = data.limit <= this.most;
@@ -325,7 +327,9 @@ class MemoryChart extends Chart {
     else this.text(`usable ${size(data.limit)}: above the range shown`, right, this.top + 2, "limit", "right", true);
     const x = this.beginOf(peak);
     if (x < LEFT - 1 || x > LEFT + this.width + 1) return;
-    const words = `peak ${size(total[peak])}, ${data.names[names[peak]]}`, half = pen.measureText(words).width / 2;
+    const short = `peak ${size(total[peak])}`, long = `${short}, ${data.names[names[peak]]}`;
+    // On a narrow page, the name of the operator is left out.
+    const words = pen.measureText(long).width < this.width ? long : short, half = pen.measureText(words).width / 2;
     let y = this.y(total[peak]) - 14;
     // Above the line of reserved memory, where it would overlap it.
     if (Math.abs(y - reservedY) < 9) y = reservedY - 10;
