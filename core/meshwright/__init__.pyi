@@ -1,5 +1,7 @@
 """The public names of meshwright; each but the version is imported on first use."""
 
+from meshwright_run.python_api import Run as Run
+from meshwright_run.python_api import train as train
 from meshwright_run.run_file import RunConfig as RunConfig
 from meshwright_run.run_file import load_run as load_run
 
@@ -14,6 +16,7 @@ from .base.errors import RankError as RankError
 from .base.errors import StrategyError as StrategyError
 from .base.errors import TrainingError as TrainingError
 from .base.errors import UnknownStrategyError as UnknownStrategyError
+from .base.errors import shorten_tracebacks as shorten_tracebacks
 from .base.stopping import Stopped as Stopped
 from .base.stopping import StopSignals as StopSignals
 from .base.types import Batch as Batch

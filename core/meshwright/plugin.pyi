@@ -31,6 +31,7 @@ from .base.errors import UnknownStrategyError as UnknownStrategyError
 from .base.errors import escape_unprintable as escape_unprintable
 from .base.errors import format_error as format_error
 from .base.errors import format_exception_only as format_exception_only
+from .base.errors import parse_error as parse_error
 from .base.errors import suggest_match as suggest_match
 from .base.lazy import format_install_hint as format_install_hint
 from .base.lazy import import_plugin as import_plugin
@@ -108,6 +109,7 @@ from .checkpoint.storage import Storage as Storage
 from .checkpoint.storage import StorageOptions as StorageOptions
 from .checkpoint.storage import StorageReader as StorageReader
 from .checkpoint.storage import read_signing_key as read_signing_key
+from .checkpoint.storage import to_path_or_url as to_path_or_url
 from .checkpoint.training_state import MODEL_PREFIX as MODEL_PREFIX
 from .checkpoint.training_state import OPTIMIZER_PREFIX as OPTIMIZER_PREFIX
 from .checkpoint.training_state import decode_values as decode_values
