@@ -120,6 +120,12 @@ def train(run_file: str | os.PathLike[str], settings: Mapping[str, Any] | None =
         ConfigError: the run file or a setting is not valid.
         MeshwrightError: the error that has ended the run.
     """
+    dist = sys.modules.get("torch.distributed")
+    if dist is not None and dist.is_available() and dist.is_initialized():
+        raise ConfigError(
+            "this process has a process group, and a run opens its own. Call train outside of open_world, or destroy the "
+            "group first; mw.fit trains in an open world."
+        )
     join_launcher()
     assignments = [_format_assignment(name, value) for name, value in {**(settings or {}), **changes}.items()]
     config = load_run(Path(run_file), assignments)
@@ -150,8 +156,10 @@ def _run_command(config: RunConfig, run_file: str, assignments: Sequence[str]) -
     # Only a terminal can show a progress bar; notebooks replace this stream.
     stdout = None if sys.stdout is sys.__stdout__ else subprocess.PIPE
     held: list[str] = []
+    # Notebooks set these, but lines that are forwarded cannot move the cursor.
+    env = {name: value for name, value in os.environ.items() if name not in ("FORCE_COLOR", "CLICOLOR_FORCE")}
     with subprocess.Popen(
-        command, stdout=stdout, stderr=subprocess.PIPE, text=True, errors="backslashreplace"
+        command, stdout=stdout, stderr=subprocess.PIPE, env=env, text=True, errors="backslashreplace"
     ) as child:
         threads = [threading.Thread(target=_forward_errors, args=(child.stderr, held, not config.max_restarts))]
         if child.stdout is not None:
