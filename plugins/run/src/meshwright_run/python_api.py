@@ -123,8 +123,8 @@ def train(run_file: str | os.PathLike[str], settings: Mapping[str, Any] | None =
     dist = sys.modules.get("torch.distributed")
     if dist is not None and dist.is_available() and dist.is_initialized():
         raise ConfigError(
-            "this process has a process group, and a run opens its own. Call train outside of open_world, or destroy the "
-            "group first; mw.fit trains in an open world."
+            "this process has a process group, and a run opens its own. Call train outside of open_world; "
+            "mw.fit trains in an open world."
         )
     join_launcher()
     assignments = [_format_assignment(name, value) for name, value in {**(settings or {}), **changes}.items()]

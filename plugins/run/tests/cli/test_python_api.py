@@ -83,7 +83,7 @@ def test_ranks_of_a_launcher_are_joined_and_report_a_failure_once(tmp_path: Path
 def test_invalid_calls_are_config_errors(tmp_path: Path) -> None:
     with pytest.raises(mw.ConfigError, match=r"stepz: unknown key\. Did you mean 'steps'\?"):
         mw.train("run.yaml", stepz=3)
-    with pytest.raises(mw.ConfigError, match="cannot read the run file nowhere.yaml"):
+    with pytest.raises(mw.ConfigError, match=r"cannot read the run file nowhere\.yaml"):
         mw.train("nowhere.yaml")
     with pytest.raises(mw.ConfigError, match=r"steps=<object object at .* cannot be written in a run file"):
         mw.train("run.yaml", steps=object())
