@@ -1,22 +1,25 @@
 # The two commands of the README are `make train` and `make test`; each sets up .venv when it has to.
 PYTHON ?= python3
 BIN := .venv/bin
-INSTALL = $(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt
+INSTALL = $(BIN)/python -m pip install --disable-pip-version-check -c constraints.txt
 DISTRIBUTIONS := requirements.txt pyproject.toml setup.py constraints.txt $(wildcard plugins/*/pyproject.toml)
 
 .PHONY: train sft gpu test test-full test-zoo golden test-versions test-wheels lint types docs check clean
 
 # What training needs, and what tests, lint and types need beside it.
 .venv/trains: $(DISTRIBUTIONS)
+	@echo "Installing torch, transformers and meshwright into .venv: a few minutes, most of them for torch."
 	$(PYTHON) -m venv .venv
 	$(INSTALL) -r requirements.txt
 	touch $@
 
 .venv/installed: .venv/trains
+	@echo "Installing what tests, lint and types need."
 	$(INSTALL) -e '.[dev]' -r requirements.txt
 	touch $@
 
 train: .venv/trains
+	@echo "Training 300 steps on four ranks."
 	$(BIN)/meshwright train examples/stdlib.yaml
 	$(BIN)/python examples/load_with_transformers.py runs/stdlib
 

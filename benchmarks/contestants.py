@@ -37,8 +37,8 @@ from meshwright.mesh.world import World
 from meshwright.optim.build import build_scheduler, optimizer_factory
 from meshwright.strategy.contract import StrategyManager
 from meshwright.strategy.stack import resolve
-from meshwright.train.loop.options import Loop
-from meshwright.train.loop.step import train_step
+from meshwright.training.loop.options import Loop
+from meshwright.training.loop.step import train_step
 from meshwright_run.run_file import OptimizerConfig, ScheduleConfig
 
 VOCAB_SIZE = 2048
@@ -119,7 +119,7 @@ def built(
 
 
 def meshwright_step(strategy: str, work: Work, world: World, config: Mapping[str, Any] | None = None) -> Step:
-    """The loop under test: `meshwright.train.loop.step.train_step` with what `meshwright train` would build for it."""
+    """`meshwright.training.loop.step.train_step` with what `meshwright train` would build for it."""
     manager, loop = built(strategy, work, world, config)
 
     def step(index: int) -> tuple[float, float]:

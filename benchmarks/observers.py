@@ -34,7 +34,7 @@ from meshwright.step.handshake import count_tokens
 from meshwright.strategy.contract import StrategyManager
 from meshwright.strategy.registry import get_registry
 from meshwright.tensors.ops import make_event_recorder
-from meshwright.train.loop.step import Stopwatch, train_step
+from meshwright.training.loop.step import Stopwatch, train_step
 from meshwright_run.metrics_report import LossCurvePlotter, MetricsReporter
 from meshwright_run.observers import attach_trackers, resolve_trackers
 from meshwright_run.run_directory import RunDirectory
@@ -117,7 +117,7 @@ class Observers:
 def call_cost(trackers: Sequence[str]) -> dict[str, float]:
     """Microseconds of the host that one record costs the first rank, in a loop of nothing else."""
     from meshwright.launch.open_world import open_world
-    from meshwright.train.loop.step import read_memory_usage
+    from meshwright.training.loop.step import read_memory_usage
 
     found: dict[str, float] = {}
     with open_world("cpu") as world:

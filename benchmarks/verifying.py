@@ -23,8 +23,8 @@ from one_contest import compete
 
 from meshwright.mesh.world import World
 from meshwright.tensors.ops import make_event_recorder
-from meshwright.train.loop.step import Stopwatch, train_step
-from meshwright.train.loop.verifier import Verifier
+from meshwright.training.loop.step import Stopwatch, train_step
+from meshwright.training.loop.verifier import Verifier
 
 
 @dataclass(frozen=True)

@@ -28,7 +28,7 @@ from meshwright.launch.store import connect_store
 from meshwright.mesh.progress import HeartbeatRecord, Progress, TrainingPhase
 from meshwright.mesh.world import World
 from meshwright.tensors.ops import make_event_recorder
-from meshwright.train.loop.step import Stopwatch, train_step
+from meshwright.training.loop.step import Stopwatch, train_step
 from meshwright_run.launch.hang_detection import read_heartbeats
 from meshwright_run.launch.heartbeat import MIN_HEARTBEATS, Heartbeat, write_heartbeat
 

@@ -1,5 +1,7 @@
 """The public names of meshwright; each but the version is imported on first use."""
 
+from meshwright_run.python_api import Run as Run
+from meshwright_run.python_api import train as train
 from meshwright_run.run_file import RunConfig as RunConfig
 from meshwright_run.run_file import load_run as load_run
 
@@ -14,6 +16,7 @@ from .base.errors import RankError as RankError
 from .base.errors import StrategyError as StrategyError
 from .base.errors import TrainingError as TrainingError
 from .base.errors import UnknownStrategyError as UnknownStrategyError
+from .base.errors import shorten_tracebacks as shorten_tracebacks
 from .base.stopping import Stopped as Stopped
 from .base.stopping import StopSignals as StopSignals
 from .base.types import Batch as Batch
@@ -62,11 +65,11 @@ from .strategy.registry import list_strategies as list_strategies
 from .strategy.registry import model_layout as model_layout
 from .strategy.stack import Stack as Stack
 from .strategy.stack import resolve as resolve
-from .train.from_pretrained import from_config as from_config
-from .train.from_pretrained import from_pretrained as from_pretrained
-from .train.loop.ema import EMA as EMA
-from .train.loop.fit import fit as fit
-from .train.loop.monitors import BadStepConfig as BadStepConfig
-from .train.loop.monitors import EarlyStopping as EarlyStopping
-from .train.loop.options import Callback as Callback
-from .train.loop.options import Loop as Loop
+from .training.from_pretrained import from_config as from_config
+from .training.from_pretrained import from_pretrained as from_pretrained
+from .training.loop.ema import EMA as EMA
+from .training.loop.fit import fit as fit
+from .training.loop.monitors import BadStepConfig as BadStepConfig
+from .training.loop.monitors import EarlyStopping as EarlyStopping
+from .training.loop.options import Callback as Callback
+from .training.loop.options import Loop as Loop

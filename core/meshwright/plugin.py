@@ -15,4 +15,4 @@ def __getattr__(name: str) -> object:
 
 
 def __dir__() -> list[str]:
-    return sorted({*globals(), *read_stub_names(__file__)})
+    return sorted(read_stub_names(__file__))

@@ -27,7 +27,7 @@ from meshwright.strategy.hooks import hookimpl
 from meshwright.strategy.registry import get_registry
 from meshwright.tensors.ops import fingerprint
 from meshwright.testing import Case
-from meshwright.train.loop.verifier import find_outlier_ranks
+from meshwright.training.loop.verifier import find_outlier_ranks
 from meshwright_testing import pool
 from meshwright_testing.case import rank_microbatches
 from meshwright_testing.parity import build_manager_and_optimizer

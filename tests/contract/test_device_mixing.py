@@ -19,8 +19,8 @@ from meshwright.manager.model_setup import fork_rng
 from meshwright.optim.build import build_scheduler
 from meshwright.strategy.contract import StrategyManager
 from meshwright.testing import Case
-from meshwright.train.loop.fit import fit
-from meshwright.train.loop.options import Loop
+from meshwright.training.loop.fit import fit
+from meshwright.training.loop.options import Loop
 from meshwright_run.run_file import ScheduleConfig
 from meshwright_testing import pool
 from meshwright_testing.case import rank_microbatches

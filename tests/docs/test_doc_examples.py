@@ -46,8 +46,11 @@ CONFORMANCE = find_block(GUIDES / "write-a-strategy.md", 'conformance("flat")')
 def test_the_loop_runs_and_the_loss_falls() -> None:
     loop = ROOT / "examples" / "training_loop.py"
     assert loop.read_text(encoding="utf-8").split('"""\n\n', 1)[1] == LOOP
-    run = subprocess.run([sys.executable, loop], capture_output=True, text=True, timeout=120, check=True)
-    losses = [float(line.split()[3]) for line in run.stdout.splitlines()]
+    launchers = ((), ("-m", "torch.distributed.run", "--nproc-per-node", "2"))
+    commands = ([sys.executable, *launcher, loop] for launcher in launchers)
+    runs = [subprocess.run(each, capture_output=True, text=True, timeout=240, check=True) for each in commands]
+    losses, on_two_ranks = ([float(line.split()[3]) for line in run.stdout.splitlines()] for run in runs)
+    assert losses == pytest.approx(on_two_ranks, abs=2e-4)
     assert len(losses) == 10
     assert losses[-1] < losses[0]
 

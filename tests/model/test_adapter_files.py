@@ -30,7 +30,7 @@ from meshwright.cli import main as cli
 from meshwright.model.adapter import BASE_FILE, compute_fingerprint
 from meshwright.model.merge import AdapterMerger
 from meshwright.testing import Case
-from meshwright.train.from_pretrained import PretrainedRequest, open_pretrained_model
+from meshwright.training.from_pretrained import PretrainedRequest, open_pretrained_model
 from meshwright_testing import pool
 from meshwright_testing.models import build_case_model
 from meshwright_testing.parity import full_weights, train_steps

@@ -29,7 +29,7 @@ from meshwright.step.handshake import count_tokens
 from meshwright.strategy.contract import StrategyManager
 from meshwright.tensors.chunks import ChunkedTensor, get_local_chunks
 from meshwright.testing import Case
-from meshwright.train.loop.ema import EMA
+from meshwright.training.loop.ema import EMA
 from meshwright_run.run_file import OptimizerConfig, ScheduleConfig, load_run
 from meshwright_testing import pool
 from meshwright_testing.case import rank_microbatches

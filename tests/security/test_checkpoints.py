@@ -30,7 +30,13 @@ from meshwright.checkpoint.lifecycle import find_best_checkpoints
 from meshwright.checkpoint.manifest import MANIFEST_FILE, BlockHasher, StoredFile, open_verified, read_manifest
 from meshwright.checkpoint.storage import LocalStorage, SigningKey, StorageOptions
 from meshwright.testing import Case
-from meshwright.train.loop.monitors import BAD_STEPS_KEY, BadStepConfig, BadStepDetector, EarlyStopping, MetricMonitor
+from meshwright.training.loop.monitors import (
+    BAD_STEPS_KEY,
+    BadStepConfig,
+    BadStepDetector,
+    EarlyStopping,
+    MetricMonitor,
+)
 from meshwright_run.resume import ResumePoint
 from meshwright_testing import pool
 from meshwright_testing.parity import build_manager, train_steps

@@ -28,7 +28,7 @@ from meshwright.strategy.contract import StrategyManager
 from meshwright.strategy.hooks import hookimpl
 from meshwright.strategy.registry import get_registry
 from meshwright.testing import Case
-from meshwright.train.loop.monitors import MIN_GOOD_STEPS, BadStepDetector, compute_deviations_above
+from meshwright.training.loop.monitors import MIN_GOOD_STEPS, BadStepDetector, compute_deviations_above
 from meshwright_testing import pool
 from meshwright_testing.case import rank_microbatches
 from meshwright_testing.parity import build_manager_and_optimizer, full_weights

@@ -40,10 +40,10 @@ from meshwright.checkpoint.training_state import decode_values, encode_values
 from meshwright.events.step import NONDETERMINISTIC_FIELDS
 from meshwright.strategy.contract import StrategyManager
 from meshwright.testing import Case
-from meshwright.train.loop import fit as loop_fit
-from meshwright.train.loop.batches import EpochBatches, EpochEnded
-from meshwright.train.loop.monitors import MetricMonitor
-from meshwright.train.loop.options import collect_shared_options
+from meshwright.training.loop import fit as loop_fit
+from meshwright.training.loop.batches import EpochBatches, EpochEnded
+from meshwright.training.loop.monitors import MetricMonitor
+from meshwright.training.loop.options import collect_shared_options
 from meshwright_testing import pool
 from meshwright_testing.parity import build_manager, full_weights
 

@@ -25,7 +25,7 @@ from meshwright.events.run import Evaluation, Fault, RunInfo, RunSummary, SavedC
 from meshwright.events.step import StepResult
 from meshwright.strategy.hooks import hookimpl
 from meshwright.strategy.registry import Registry, get_registry
-from meshwright.train.loop.step import Stopwatch
+from meshwright.training.loop.step import Stopwatch
 from meshwright_run.observers import list_trackers, resolve_trackers
 from meshwright_run.run_directory import EVENTS, LOSS_CURVE, METRICS, RunDirectory
 from meshwright_run.run_file import load_run

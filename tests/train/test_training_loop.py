@@ -21,8 +21,8 @@ from meshwright import (
 from meshwright.optim.build import build_scheduler
 from meshwright.strategy.contract import StrategyManager
 from meshwright.testing import Case
-from meshwright.train.loop.batches import derive_step_seed
-from meshwright.train.loop.step import train_step
+from meshwright.training.loop.batches import derive_step_seed
+from meshwright.training.loop.step import train_step
 from meshwright_run.run_file import ScheduleConfig
 from meshwright_testing import pool
 from meshwright_testing.case import rank_microbatches

@@ -22,7 +22,7 @@ from meshwright.base.lazy import read_stub_names
 
 INDEX = DOCS / "reference" / "api" / "README.md"
 PAGES = {
-    "training": ("Training", ("train", "meshwright_run", "checkpoint", "objectives", "step", "launch")),
+    "training": ("Training", ("training", "meshwright_run", "checkpoint", "objectives", "step", "launch")),
     "mesh": ("World and mesh", ("mesh",)),
     "observers": ("Arguments of observer hooks", ("events",)),
     "errors": ("Errors", ("base.errors",)),

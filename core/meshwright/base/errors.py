@@ -7,8 +7,13 @@ docs/troubleshooting.md.
 from __future__ import annotations
 
 import difflib
+import sys
 import traceback
 from collections.abc import Iterable
+from types import FrameType, TracebackType
+
+_DOCUMENTATION = "docs/troubleshooting.md#"
+"""Page of the errors, up to the name of a class in lower case."""
 
 
 class MeshwrightError(Exception):
@@ -20,6 +25,16 @@ class MeshwrightError(Exception):
     def __str__(self) -> str:
         # The message may quote user input, which must not control the terminal or contain unpaired surrogates.
         return escape_unprintable(super().__str__())
+
+    def _render_traceback_(self) -> list[str]:
+        """Return the lines that IPython and notebooks show: the message, then the caller's own lines.
+
+        Source: IPython.core.interactiveshell.InteractiveShell.showtraceback.
+        """
+        frames = (each for each in traceback.walk_tb(self.__traceback__) if _is_own_code(each[0]))
+        lines = [each.rstrip() for each in traceback.StackSummary.extract(frames).format()]
+        name = _get_documented_class(self).__name__
+        return [f"{name}: {self}", f"see {_DOCUMENTATION}{name.lower()}", *([""] if lines else []), *lines]
 
 
 class ConfigError(MeshwrightError):
@@ -101,9 +116,43 @@ def suggest_match(name: str, candidates: Iterable[str]) -> str:
 
 def format_error(error: MeshwrightError) -> str:
     """Return an error's message, with a link to the documentation of its class."""
+    return f"error: {error}\nsee {_DOCUMENTATION}{_get_documented_class(error).__name__.lower()}"
+
+
+def parse_error(text: str) -> MeshwrightError | None:
+    """Return the error that `format_error` has formatted; None for other text."""
+    message, link, anchor = text.removeprefix("error: ").rstrip().rpartition(f"\nsee {_DOCUMENTATION}")
+    known = (each for each in globals().values() if isinstance(each, type) and issubclass(each, MeshwrightError))
+    error_cls = next((each for each in known if each.__name__.lower() == anchor), None)
+    return error_cls(message) if link and error_cls is not None else None
+
+
+def shorten_tracebacks() -> None:
+    """Show a MeshwrightError that ends a script as notebooks do: the message first, then the script's own lines.
+
+    Replaces `sys.excepthook`; other exceptions still go to the one before.
+    """
+    previous = sys.excepthook
+
+    def show(cls: type[BaseException], error: BaseException, frames: TracebackType | None) -> None:
+        if isinstance(error, MeshwrightError):
+            sys.stderr.write("\n".join(error._render_traceback_()) + "\n")
+        else:
+            previous(cls, error, frames)
+
+    sys.excepthook = show
+
+
+def _get_documented_class(error: MeshwrightError) -> type[MeshwrightError]:
     # Subclasses that are defined elsewhere are documented under their base class in this module.
-    known = next(cls for cls in type(error).__mro__ if cls.__module__ == __name__)
-    return f"error: {error}\nsee docs/troubleshooting.md#{known.__name__.lower()}"
+    return next(cls for cls in type(error).__mro__ if cls.__module__ == __name__)
+
+
+def _is_own_code(frame: FrameType) -> bool:
+    """Return whether a frame is of the user's code: not of meshwright, its plugins, IPython or Python itself."""
+    package = str(frame.f_globals.get("__name__", "")).partition(".")[0]
+    libraries = {"meshwright", "IPython", "ipykernel"} | (sys.stdlib_module_names - {"__main__"})
+    return package not in libraries and not package.startswith("meshwright_")
 
 
 def format_exception_only(error: BaseException) -> str:

@@ -1,7 +1,7 @@
 """Signals that ask a run to stop: recorded when received, and handled at the end of a step.
 
-[Note: stopping] A rank records the signal. Before the next step, all ranks agree (`meshwright.train.loop.batches`) to
-stop, save, and exit with `Stopped`. A second signal ends a rank at once. The same signal may arrive twice, from the
+[Note: stopping] A rank records the signal. Before the next step, all ranks agree (`meshwright.training.loop.batches`)
+to stop, save, and exit with `Stopped`. A second signal ends a rank at once. The same signal may arrive twice, from the
 scheduler and from a launcher; within SIGNAL_DEBOUNCE_S both count as one. Python runs handlers in the main thread
 between two bytecode instructions, so a rank that waits inside torch would not handle the second signal. Therefore a
 thread reads the interpreter's wakeup pipe. Forked processes share the pipe but do not receive the signals: SIGTERM,
@@ -92,6 +92,9 @@ class StopSignals:
         self._previous_handlers: dict[int, Any] = {}
         self._thread: threading.Thread | None = None
         self._previous_wakeup_fd = -1
+
+    def __repr__(self) -> str:
+        return f"StopSignals({self.names})"
 
     @property
     def received_signal(self) -> int:

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import re
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import fields, is_dataclass
 from types import UnionType
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, TypeVar, Union, get_args, get_origin
@@ -36,15 +36,22 @@ FLOAT16_REFUSAL = "float16 needs loss scaling, which is not supported; without i
 """Why float16 is rejected as a training dtype."""
 
 
+class InvalidConfigError(ConfigError, ValueError):
+    """A config was built with invalid values; also a ValueError, as pydantic's error is."""
+
+
 if TYPE_CHECKING:  # Type checkers see fields as keyword arguments.
     _PositionalModel = BaseModel
 else:
 
     class _PositionalMeta(type(BaseModel)):
-        """Accept some fields by position. Validation does not call the constructor, and takes fields by name."""
+        """Accept some fields by position, and raise InvalidConfigError. Validation does not call the constructor."""
 
         def __call__(cls, *arguments: Any, **values: Any) -> Any:
-            return super().__call__(**_bind_positional(cls, arguments, values))
+            try:
+                return super().__call__(**_bind_positional(cls, arguments, values))
+            except ValidationError as error:
+                raise InvalidConfigError(_format_validation_errors(cls, error, where=cls.__name__)) from None
 
     class _PositionalModel(BaseModel, metaclass=_PositionalMeta):
         pass
@@ -86,6 +93,14 @@ class FrozenModel(_PositionalModel):
         if isinstance(value, bool) and equal and not any(isinstance(each, bool) for each in equal):
             raise ValueError(f"must be one of {', '.join(map(repr, allowed))}")
         return value
+
+    def __repr_args__(self) -> Iterator[tuple[str | None, Any]]:
+        """Yield the fields that `repr` shows: those that differ from their defaults."""
+        fields = type(self).model_fields
+        for name, value in super().__repr_args__():
+            field = fields.get(name or "")
+            if field is None or field.is_required() or value != field.get_default(call_default_factory=True):
+                yield name, value
 
     def to_dict(self) -> dict[str, Any]:
         """Return the values by name, as a shallow copy."""
@@ -138,15 +153,19 @@ def validate_config(model_cls: type[ModelT], values: Mapping[str, Any], *, where
     try:
         return model_cls.model_validate(dict(values))
     except ValidationError as error:
-        # A key of a union type has one error for each alternative; join them on one line.
-        messages_by_path: dict[str, list[str]] = {}
-        errors = error.errors()
-        for each in errors:
-            if not _is_scalar_mismatch(each, errors):
-                path, message = _format_validation_error(model_cls, each)
-                messages_by_path.setdefault(path, []).append(message)
-        lines = [f"  {path}: {'; or '.join(dict.fromkeys(messages))}" for path, messages in messages_by_path.items()]
-        raise ConfigError("\n".join([f"{where} is not valid:", *lines])) from None
+        raise ConfigError(_format_validation_errors(model_cls, error, where=where)) from None
+
+
+def _format_validation_errors(model_cls: type[BaseModel], error: ValidationError, *, where: str) -> str:
+    # A key of a union type has one error for each alternative; join them on one line.
+    messages_by_path: dict[str, list[str]] = {}
+    errors = error.errors()
+    for each in errors:
+        if not _is_scalar_mismatch(each, errors):
+            path, message = _format_validation_error(model_cls, each)
+            messages_by_path.setdefault(path, []).append(message)
+    lines = [f"  {path}: {'; or '.join(dict.fromkeys(messages))}" for path, messages in messages_by_path.items()]
+    return "\n".join([f"{where} is not valid:", *lines])
 
 
 def coerce_config(config_cls: type[ModelT], config: Any, *, where: str) -> ModelT:

@@ -111,6 +111,9 @@ class Checkpointer:
         self.max_save_s = 0.0
         world.run_on_first_rank(lambda: cleanup(self.root))
 
+    def __repr__(self) -> str:
+        return f"Checkpointer({str(self.root)!r}, last_saved_step={self.last_saved_step})"
+
     def save(
         self,
         step: int,

@@ -67,7 +67,7 @@ def export_checkpoint(
         output: a directory that does not exist or is empty.
         dtype: dtype of the weights; None: as they were saved.
         max_shard_size: maximum size of a file, in bytes or as "5GB". It bounds the memory needed.
-        use_ema: export the moving averages of the weights, rounded to their dtype; see `meshwright.train.loop.ema`.
+        use_ema: export the moving averages of the weights, rounded to their dtype; see `meshwright.training.loop.ema`.
         world: ranks that divide the work and share a file system; None: this process alone.
 
     Raises:

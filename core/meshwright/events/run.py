@@ -42,7 +42,7 @@ class RunInfo:
     num_parameters: int | None
     device: str
     directory: Path | None = None
-    config: Mapping[str, Any] = field(default_factory=dict)
+    config: Mapping[str, Any] = field(default_factory=dict, repr=False)
     version: str = __version__
 
 

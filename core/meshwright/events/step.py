@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
@@ -42,20 +43,20 @@ class StepResult:
     seconds: float
     """Duration of the step, without evaluation [s]."""
     rank: int
-    sums: Mapping[str, float] = field(default_factory=dict)
+    sums: Mapping[str, float] = field(default_factory=dict, repr=False)
     """See `StrategyManager.last_sums`."""
     evaluations: Mapping[str, float] = field(default_factory=dict)
     """Loss of each evaluation set by name, in steps that evaluate."""
-    end_time: float = 0.0
+    end_time: float = field(default=0.0, repr=False)
     """Unix time of the step's end [s]."""
-    times: Mapping[str, float] = field(default_factory=dict)
+    times: Mapping[str, float] = field(default_factory=dict, repr=False)
     """Time by part [s]: `data`, `forward_backward`, `clip`, `read` and `optimizer`; in steps that have them `norms`,
     `save`, `evaluation` and `measure_exposed_communication`. See [Note: parts of a step]."""
-    learning_rates: Mapping[str, float] = field(default_factory=dict)
+    learning_rates: Mapping[str, float] = field(default_factory=dict, repr=False)
     """`learning_rate` of each parameter group, by its name or index."""
-    block_grad_norms: Mapping[str, float] = field(default_factory=dict)
+    block_grad_norms: Mapping[str, float] = field(default_factory=dict, repr=False)
     """Gradient norms by block, before clipping, in steps that measure them; see `StrategyManager.gradient_norms`."""
-    memory: Mapping[str, int] = field(default_factory=dict)
+    memory: Mapping[str, int] = field(default_factory=dict, repr=False)
     """Memory of this rank [bytes]: resident `host` and `host_peak`; of the accelerator's allocator `allocated`,
     `allocated_peak`, `reserved` and `reserved_peak`. Peaks are since process start, or since they were last reset."""
     skip_reason: str = ""
@@ -63,11 +64,11 @@ class StepResult:
     world_size: int = 1
     num_input_tokens: int | None = None
     """Tokens of the global batch, supervised or not, without padding; None: unknown."""
-    flops: float | None = None
+    flops: float | None = field(default=None, repr=False)
     """Floating-point operations of the model in this step, over all ranks, without recomputation; None: unknown."""
-    peak_flops: float | None = None
+    peak_flops: float | None = field(default=None, repr=False)
     """Peak floating-point operations per second of one device; None: unknown, or a CPU."""
-    stragglers: Sequence[Mapping[str, float]] = ()
+    stragglers: Sequence[Mapping[str, float]] = field(default=(), repr=False)
     """On rank 0, for each straggler: `rank`, its busy time per step `seconds`, `median` over all ranks, and
     `deviations` from it."""
 
@@ -77,7 +78,7 @@ class StepResult:
 
     @property
     def tokens_per_second(self) -> float:
-        return self.num_tokens / self.seconds
+        return self.num_tokens / self.seconds if self.seconds else math.nan
 
     @property
     def tokens_per_second_per_device(self) -> float:

@@ -478,7 +478,7 @@ class DataParallelManager(StrategyManager):
     # -- moving averages
 
     def enable_ema(self) -> Sequence[EMAWeights]:
-        """Start moving averages of the weights; see `meshwright.train.loop.ema.EMA`."""
+        """Start moving averages of the weights; see `meshwright.training.loop.ema.EMA`."""
         require_optimizer(self._optimizer)
         if self.ema_weights is not None:
             raise StrategyError("this manager keeps an average of its weights already. Use that one.")

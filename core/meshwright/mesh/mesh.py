@@ -44,6 +44,9 @@ class Mesh:
         if degrees.ep > 1:
             _ = self.expert_mesh
 
+    def __repr__(self) -> str:
+        return f"Mesh({self.degrees}, {self.world})"
+
     @property
     def rank(self) -> int:
         return self.world.rank

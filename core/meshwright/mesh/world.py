@@ -95,6 +95,9 @@ class World:
             "cpu:gloo" in config or config == "gloo"
         )
 
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}(rank {self.rank} of {self.size}, {self.device})"
+
     @property
     def is_fake(self) -> bool:
         return not self.is_real

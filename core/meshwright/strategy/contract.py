@@ -51,6 +51,9 @@ class StrategyManager(ABC):
     """Number of warm-up steps before communication and memory are equal in every step. A plan describes the step after
     them."""
 
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}({self.mesh}, {self.config!r})"
+
     @property
     @abstractmethod
     def model_parts(self) -> Sequence[nn.Module]:

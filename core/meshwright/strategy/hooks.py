@@ -106,7 +106,7 @@ def render_plan(config: Any, world_size: int) -> list[Any] | None:
 
 @hookspec(firstresult=True)
 def open_state_replication(world: World) -> Any:
-    """Return the replication of training state (`meshwright.train.loop.extension.StateReplication`); None to pass.
+    """Return the replication of training state (`meshwright.training.loop.extension.StateReplication`); None to pass.
 
     Replicas are kept outside of the training process. Collective. Called if a run enables `checkpoint.replicate`.
     """

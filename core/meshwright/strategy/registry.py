@@ -82,6 +82,9 @@ class Registry:
         for entry_point in sorted(set(points), key=lambda point: (point.name, point.value)):
             self._load(entry_point)
 
+    def __repr__(self) -> str:
+        return f"Registry({', '.join(self.strategies)})"
+
     # -- plugins
 
     def register(self, plugin: Any, *, name: str, strategy: str | None = None) -> None:

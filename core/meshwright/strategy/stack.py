@@ -38,6 +38,10 @@ class Stack:
     unused: tuple[StrategyLayer, ...] = ()
     """Wrapping strategies that have options but no effect: each of their axes has one rank."""
 
+    def __repr__(self) -> str:
+        configs = ", ".join(repr(layer.config) for layer in (*self.wrappers, self.inner))
+        return f"Stack({str(self)!r}, {configs})"
+
     @property
     def claimed_axes(self) -> frozenset[str]:
         return self.inner.spec.axes.union(*(layer.spec.axes for layer in self.wrappers))

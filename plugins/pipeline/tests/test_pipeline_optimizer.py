@@ -14,7 +14,7 @@ from torch.optim.lr_scheduler import LambdaLR
 from meshwright import StrategyError, load_checkpoint, save_checkpoint
 from meshwright.strategy.contract import StrategyManager
 from meshwright.testing import Case
-from meshwright.train.loop.step import record_stepped_groups
+from meshwright.training.loop.step import record_stepped_groups
 from meshwright_pipeline.state.stateful_manager import FrozenStageOptimizer
 from meshwright_run.run_file import OptimizerConfig
 from meshwright_testing import pool

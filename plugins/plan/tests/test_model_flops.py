@@ -17,7 +17,7 @@ from meshwright.objectives import get_objective
 from meshwright.optim.build import optimizer_factory
 from meshwright.strategy.stack import resolve
 from meshwright.testing import Case
-from meshwright.train.loop.extension import FlopsReporter
+from meshwright.training.loop.extension import FlopsReporter
 from meshwright_plan.model_flops import ModelFlops, count_model_flops
 from meshwright_plan.trace import TrainingJob
 from meshwright_run.run_file import OptimizerConfig

@@ -79,7 +79,7 @@ class ResumePoint:
 
     @property
     def num_skipped_batches(self) -> int:
-        """Number of batches that rollbacks have skipped; see [Note: draws] in `meshwright.train.loop.monitors`."""
+        """Number of batches that rollbacks have skipped; see [Note: draws] in `meshwright.training.loop.monitors`."""
         return int(((self.loop_state or {}).get(BAD_STEPS_KEY) or {}).get("left_out", 0))
 
     @property

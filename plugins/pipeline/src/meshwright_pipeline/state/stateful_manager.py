@@ -97,7 +97,7 @@ class StagedStateManager(StrategyManager):
     # -- moving averages
 
     def enable_ema(self) -> Sequence[EMAWeights]:
-        """See `meshwright.train.loop.ema.EMA`: one for each stage of this rank that trains."""
+        """See `meshwright.training.loop.ema.EMA`: one for each stage of this rank that trains."""
         return [each for manager in self._trained_managers() for each in manager.enable_ema()]
 
     @contextmanager

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, suppress
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, replace
 from typing import TYPE_CHECKING, Any, NoReturn, TypeAlias, TypeVar
 
 import torch.distributed as dist
@@ -102,6 +102,19 @@ class Loop:
     grad_norms_every: int | None = None
     run_info: RunInfo | None = None
     extensions: Sequence[LoopExtension] = ()
+
+    def __repr__(self) -> str:
+        shown = []
+        for each in fields(self):
+            value = getattr(self, each.name)
+            if isinstance(value, Mapping):
+                shown += [f"{each.name}={list(value)}"] if value else []
+            elif isinstance(value, int | float | str | BadStepConfig | EarlyStopping):
+                shown += [f"{each.name}={value!r}"] if value not in (each.default, BadStepConfig()) else []
+            elif value is not None and value != ():
+                # Data would fill pages.
+                shown.append(f"{each.name}=<{type(value).__name__}>")
+        return f"Loop({', '.join(shown)})"
 
     @property
     def num_steps(self) -> int:

@@ -59,6 +59,9 @@ class EMA(LoopExtension):
             each.counts[0] = start_step
         optimizer.register_step_post_hook(self._after_optimizer_step)
 
+    def __repr__(self) -> str:
+        return f"EMA({self.config!r})"
+
     def _after_optimizer_step(self, *_: Any) -> None:
         start, every, decay = self.config.start_step, self.config.every, self.config.decay
         for averages in self._ema_weights:

@@ -26,6 +26,7 @@ from ...tensors.ops import make_event_recorder
 from .batches import StopRequested, build_prefetcher, gather_loader_states
 from .extension import GradientStage, LoopExtension, StepContext
 from .monitors import BAD_STEPS_KEY, LOOP_STATE_KEY, BadStepDetector, BadStepInfo, MetricMonitor, RollbackRequested
+from .notebook_progress import show_notebook_progress
 from .options import Loop, is_due, raise_on_all_ranks, run_on_all_ranks, validate_across_ranks
 from .step import Stopwatch, profiler_phase, train_step
 from .verifier import Verifier
@@ -58,7 +59,8 @@ def fit(manager: StrategyManager, loop: Loop) -> list[StepResult]:
         CheckpointError: see `Checkpointer.save`.
         Stopped: a rank has received one of `loop.signals` (on all ranks). If there is a checkpointer, it has saved.
     """
-    return _TrainingLoop(manager, loop).run()
+    with show_notebook_progress(manager.mesh.rank):
+        return _TrainingLoop(manager, loop).run()
 
 
 class _TrainingLoop:
