@@ -6,11 +6,12 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 import torch.distributed as dist
 from rich.console import Console
+from rich.table import Column, Table
 
 from meshwright.plugin import (
     ADAPTER_CONFIG,
@@ -22,6 +23,7 @@ from meshwright.plugin import (
     Stack,
     StrategyManager,
     apply_assignments,
+    build_model_config,
     create_output_console,
     is_launched,
     is_url,
@@ -40,13 +42,17 @@ from meshwright.plugin import (
 
 from .commands import open_checkpoint_storage
 from .data.config import BaseFormat, SourceConfig
+from .data.prepare import PreparedData
 from .data.progress import CONSOLE
+from .data.tokenizer import has_tokenizer, load_tokenizer
 from .data.train_sampler import DataShard, build_datasets, read_eval_microbatches
+from .harness_tasks import RankModel, TaskOptions, run_tasks
 from .init_wizard.answers import parse_format
 from .init_wizard.layouts import detect_layout
 from .launch.rank_process import heartbeat, run_guarded
 from .loop_setup import build_data_shard
 from .preflight import (
+    ResolvedModel,
     build_run_model,
     count_local_ranks,
     download_model,
@@ -87,6 +93,7 @@ class EvalJob:
     max_sequences: int | None
     json_file: Path | None
     name: str
+    tasks: TaskOptions | None = None
 
 
 @dataclass(frozen=True)
@@ -118,6 +125,7 @@ def build_eval_job(
     max_sequences: int | None = None,
     key_file: str | None = None,
     json_file: Path | None = None,
+    tasks: TaskOptions | None = None,
 ) -> EvalJob:
     """Return the evaluation of a run directory, a checkpoint, a model directory or a model of the Hub.
 
@@ -126,7 +134,10 @@ def build_eval_job(
         data: globs of files, or `NAME=GLOB`; empty: the evaluation sets of the run.
         format: format of these files; None: detected from their columns.
         assignments: changes of the run file, `key=value`.
+        tasks: tasks of the lm-eval harness, instead of sets of data.
     """
+    if tasks is not None and data:
+        raise ConfigError("--task and --data: give one of them; each is an evaluation of its own.")
     if json_file is not None and not json_file.absolute().parent.is_dir():
         raise ConfigError(
             f"--json={str(json_file)!r} lies in a directory that does not exist. Create it, or name another."
@@ -139,15 +150,15 @@ def build_eval_job(
         section = _build_data_section(data, format)
         formats = {validate_config(SourceConfig, each, where="--data").base_format for each in section["sources"]}
         values["data"] = {**_keep_tokenization(values.get("data") or {}, formats), **section}
-    elif not values.get("data"):
+    elif not values.get("data") and tasks is None:
         kind = "is a model" if Path(target).is_dir() else "is not a directory, and would be a model of the Hub"
         raise ConfigError(f"{target} {kind}, so it names no data. Give files: --data 'eval/*.jsonl'.")
     # The model brings its tokenizer, also one that its run has trained.
-    values["data"] = {key: each for key, each in values["data"].items() if key != "vocab_size"}
+    values["data"] = {key: each for key, each in (values.get("data") or {}).items() if key != "vocab_size"}
     values |= {"steps": 1, "batch_size": 1, "sample": None}
     values = apply_assignments(values, assignments)
     config = validate_config(RunConfig, values, where=target)
-    return EvalJob(config, checkpoint, key_file, max_sequences, json_file, target)
+    return EvalJob(config, checkpoint, key_file, max_sequences, json_file, target, tasks)
 
 
 def read_target(target: str, key_file: str | None) -> tuple[dict[str, Any], str | None]:
@@ -243,7 +254,7 @@ def run_evaluation(job: EvalJob, *, show_traceback: bool = False) -> int:
     count = count_local_ranks(job.config)
     with CONSOLE.status("preparing the data"):
         _resolve_layout(job.config, count)
-        prepare_data_and_model_config(job.config, resolve_model(job.config.model))
+        _prepare(job, resolve_model(job.config.model))
     if count == 1:
         return run_guarded(evaluate_on_rank, (job,), show_traceback=show_traceback)
     from .launch.local import launch_ranks
@@ -255,6 +266,24 @@ def _resolve_layout(config: RunConfig, world_size: int) -> tuple[Stack, Degrees]
     """Return the strategies and the mesh; the batch size does not count here."""
     return resolve(
         config.strategy, config, world_size, config=config.strategy_config, wrapper_config=config.wrapper_config
+    )
+
+
+def _prepare(job: EvalJob, model: ResolvedModel) -> tuple[PreparedData | None, Any, Any]:
+    """Return the data, if sets are evaluated, the tokenizer, and the Hugging Face configuration."""
+    config, own = job.config, model.directory
+    if job.tasks is None:
+        data, hf_config = prepare_data_and_model_config(config, model)
+        return data, load_tokenizer(data.tokenizer_dir), hf_config
+    named = config.data.tokenizer
+    place = Path(named).expanduser() if named is not None else own
+    if place is None or not has_tokenizer(place):
+        raise ConfigError(f"{job.name} has no tokenizer, which tasks need. Name one: --set data.tokenizer=DIR.")
+    tokenizer = load_tokenizer(place)
+    return (
+        None,
+        tokenizer,
+        build_model_config(config.model, tokenizer=tokenizer, seq_len=config.data.seq_len, directory=own),
     )
 
 
@@ -271,16 +300,24 @@ def evaluate_on_rank(store: Store | None, job: EvalJob) -> None:
         commit = download_model(config.model, world)
         stack, degrees = world.run_on_all_ranks(lambda: _resolve_layout(config, world.size))
         resolved = world.run_on_all_ranks(lambda: resolve_model(config.model, commit=commit))
-        data, hf_config = world.run_on_all_ranks(lambda: prepare_data_and_model_config(config, resolved))
-        masks = needs_padding_mask(hf_config)
-        datasets = world.run_on_all_ranks(lambda: build_datasets(data, config.data, mask_padding=masks))
+        data, tokenizer, hf_config = world.run_on_all_ranks(lambda: _prepare(job, resolved))
         manager = stack.build(Mesh(degrees, world))
         manager.parallelize(
             *world.run_on_all_ranks(lambda: build_run_model(config.model, resolved, hf_config, seed=config.seed))
         )
         if job.checkpoint is not None:
             load_checkpoint(manager, open_checkpoint_storage(job.checkpoint, job.key_file))
-        shard = build_data_shard(degrees, config.micro_batch_size or _MICRO_BATCH_SIZE, manager.mesh.data_rank)
+        rows = config.micro_batch_size or _MICRO_BATCH_SIZE
+        if data is None or job.tasks is not None:
+            length = getattr(hf_config.get_text_config(), "max_position_embeddings", None) or config.data.seq_len
+            model = RankModel(manager, tokenizer, max_length=length, micro_batch_size=rows)
+            metrics = run_tasks(model, cast("TaskOptions", job.tasks), seed=config.seed)
+            if world.rank == 0:
+                report_tasks(job, metrics)
+            return
+        masks = needs_padding_mask(hf_config)
+        datasets = world.run_on_all_ranks(lambda: build_datasets(data, config.data, mask_padding=masks))
+        shard = build_data_shard(degrees, rows, manager.mesh.data_rank)
         results = {
             name: evaluate_set(manager, each, shard, max_sequences=job.max_sequences)
             for name, each in datasets.eval_sets.items()
@@ -319,6 +356,17 @@ def evaluate_set(
     dist.all_reduce(sums, group=mesh.world.group)
     nll, correct, tokens = sums.tolist()
     return SetResult(nll, int(correct), int(tokens), count or len(dataset))
+
+
+def report_tasks(job: EvalJob, metrics: Mapping[str, Mapping[str, float]]) -> None:
+    """Print the metrics of tasks as a table, or write them as JSON."""
+    if write_json({"model": job.name, "tasks": metrics}, job.json_file):
+        return
+    table = Table("task", "metric", Column("value", justify="right"), box=None, pad_edge=False)
+    for name, values in metrics.items():
+        for metric, value in values.items():
+            table.add_row(name, metric, f"{value:.4f}")
+    create_output_console(80).print(table)
 
 
 def report_results(job: EvalJob, results: Mapping[str, SetResult]) -> None:

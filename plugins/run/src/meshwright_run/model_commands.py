@@ -98,6 +98,15 @@ def evaluate(
     max_sequences: Annotated[
         int | None, typer.Option(min=1, help="Sequences of each set, spread evenly; default: all.")
     ] = None,
+    tasks: Annotated[
+        list[str] | None, typer.Option("--task", help="Task of the lm-eval harness, such as hellaswag; repeatable.")
+    ] = None,
+    task_dir: Annotated[Path | None, typer.Option(help="Directory of further task files.")] = None,
+    trust_task_code: Annotated[
+        bool, typer.Option("--trust-task-code", help="Run the code in the files of --task-dir.")
+    ] = False,
+    num_fewshot: Annotated[int | None, typer.Option(min=0, help="Examples in a prompt; default: the task's.")] = None,
+    limit: Annotated[int | None, typer.Option(min=1, help="Examples of each task; default: all.")] = None,
     assignments: SetOption = None,
     json_file: JsonOption = None,
     key_file: KeyFile = None,
@@ -109,12 +118,19 @@ def evaluate(
     Examples:
       meshwright eval runs/stdlib
       meshwright eval path/to/model --data news='news/*.jsonl' --set strategy=single
+      meshwright eval path/to/model --task hellaswag --limit 100
     """
     with exit_on_error(traceback, on_all_ranks=True):
         join_launcher()
     with exit_on_error(traceback):
         from .evaluate import build_eval_job, run_evaluation
+        from .harness_tasks import TaskOptions, check_harness
 
+        chosen = TaskOptions(tuple(tasks), task_dir, num_fewshot, limit) if tasks else None
+        if chosen is not None:
+            check_harness(chosen, trusts_code=trust_task_code)
+        elif task_dir is not None or num_fewshot is not None or limit is not None:
+            raise ConfigError("--task-dir, --num-fewshot and --limit belong to tasks. Name one: --task NAME.")
         job = build_eval_job(
             model,
             data or [],
@@ -123,6 +139,7 @@ def evaluate(
             max_sequences=max_sequences,
             key_file=key_file,
             json_file=json_file,
+            tasks=chosen,
         )
         code = run_evaluation(job, show_traceback=traceback)
     exit_process(code)

@@ -1,0 +1,34 @@
+"""The journeys of new users end where the documents say, and print what these show."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from journeys import ROOT, find_missing, list_journeys, load_journey, normalize, run_journey
+
+
+@pytest.mark.zoo
+@pytest.mark.parametrize("name", list_journeys())
+def test_a_journey_prints_what_its_transcript_shows(name: str, tmp_path: Path) -> None:
+    run_journey(load_journey(name), tmp_path)
+
+
+@pytest.mark.parametrize("name", list_journeys())
+def test_the_documents_print_the_lines_of_a_journey(name: str) -> None:
+    journey = load_journey(name)
+    shown = {normalize(line) for page in journey.pages for line in (ROOT / page).read_text().splitlines()}
+    for step in journey.steps if journey.pages else []:
+        for line in step.expected:
+            assert line.strip() in ("", "...") or line.startswith("exit code") or normalize(line) in shown, line
+
+
+def test_a_line_that_is_missing_or_out_of_order_is_found() -> None:
+    output = "step 1/10  loss 7.3\nwritten runs/a\nexit code 2\n"
+    assert find_missing(["step 3/10  loss 2.5", "...", "written ..."], output) is None
+    assert find_missing(["written ...", "step 1/10  loss 7.3"], output) == "step 1/10  loss 7.3"
+    assert find_missing(["written"], output) == "written"
+
+
+def test_there_are_nine() -> None:
+    assert len(list_journeys()) == 9
