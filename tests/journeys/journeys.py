@@ -3,8 +3,8 @@
     python tests/journeys/journeys.py                # all
     python tests/journeys/journeys.py engineer --record
 
-A transcript is `tests/journeys/NAME.txt`. Its first line says who the user is; `shown in PATH` names the pages that
-print the same output. A line `...` stands for any lines, `...` within a line for any text; numbers may differ.
+A transcript is `tests/journeys/NAME.txt`. Its first line says who the user is. A line of output that begins with `= `
+is also printed by a page that a line `shown in PATH` names. A line `...` stands for any lines, `...` within a line for any text; numbers may differ.
 `--record` writes the times to results.json, of which docs/reference/proofs/first-hour.md is made.
 """
 
@@ -44,6 +44,7 @@ TIMEOUT_S = 1200
 class Step:
     command: str
     expected: list[str] = field(default_factory=list)
+    shown: list[str] = field(default_factory=list)
 
 
 @dataclass
@@ -64,7 +65,8 @@ def load_journey(name: str) -> Journey:
         elif journey.steps and line.startswith("> "):
             journey.steps[-1].command += "\n" + line[2:]
         elif journey.steps:
-            journey.steps[-1].expected.append(line)
+            journey.steps[-1].expected.append(line.removeprefix("= "))
+            journey.steps[-1].shown += [line[2:]] if line.startswith("= ") else []
         elif line.startswith("shown in "):
             journey.pages.append(line.removeprefix("shown in "))
     return journey
@@ -131,7 +133,8 @@ def main() -> None:
         journey = load_journey(name)
         with tempfile.TemporaryDirectory() as directory:
             times = run_journey(journey, Path(directory))
-        print(f"{name}: {sum(times):.0f} s in {len(times)} commands", flush=True)
+        sys.stdout.write(f"{name}: {sum(times):.0f} s in {len(times)} commands\n")
+        sys.stdout.flush()
         results[name] = {"user": journey.user, "seconds": round(sum(times)), "commands": len(times)}
         if options.record:
             RESULTS.write_text(json.dumps(results, indent=1) + "\n")
