@@ -135,6 +135,7 @@ from .files.class_paths import import_class_from_path as import_class_from_path
 from .files.class_paths import import_classes_from_paths as import_classes_from_paths
 from .files.class_paths import instantiate as instantiate
 from .files.class_paths import parse_dtype as parse_dtype
+from .files.command_helpers import SETTING_COMPLETERS as SETTING_COMPLETERS
 from .files.command_helpers import JsonOption as JsonOption
 from .files.command_helpers import RunFileArgument as RunFileArgument
 from .files.command_helpers import SetOption as SetOption

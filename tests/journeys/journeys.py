@@ -4,7 +4,8 @@
     python tests/journeys/journeys.py engineer --record
 
 A transcript is `tests/journeys/NAME.txt`. Its first line says who the user is. A line of output that begins with `= `
-is also printed by a page that a line `shown in PATH` names. A line `...` stands for any lines, `...` within a line for any text; numbers may differ.
+is also printed by a page that a line `shown in PATH` names. A line `...` stands for any lines, `...` within a line for
+any text; numbers may differ. `> ` continues a command.
 `--record` writes the times to results.json, of which docs/reference/proofs/first-hour.md is made.
 """
 

@@ -6,7 +6,7 @@ import gc
 import json
 import os
 import traceback as tracebacks
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Annotated, Any
@@ -17,9 +17,22 @@ from rich.console import Console
 from ..base.errors import ConfigError, MeshwrightError, format_error
 from .terminal import create_console, echo
 
+SETTING_COMPLETERS: list[Callable[[str], Sequence[str]]] = []
+"""Functions of plugins that complete the value of `--set` in shells."""
+
+
+def _complete_setting(incomplete: str) -> list[str]:
+    return [each for complete in SETTING_COMPLETERS for each in complete(incomplete)]
+
+
 SetOption = Annotated[
     list[str] | None,
-    typer.Option("--set", metavar="KEY=VALUE", help="Change a value, such as tp_size=2 or model.hidden_size=256."),
+    typer.Option(
+        "--set",
+        metavar="KEY=VALUE",
+        help="Change a value, such as tp_size=2 or model.hidden_size=256.",
+        autocompletion=_complete_setting,
+    ),
 ]
 """Option `--set` of a command: changes to the run file."""
 JsonOption = Annotated[

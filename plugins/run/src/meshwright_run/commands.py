@@ -31,6 +31,8 @@ from meshwright.plugin import (
     write_json,
 )
 
+from .completion import complete_checkpoint, complete_strategy
+
 if TYPE_CHECKING:
     from meshwright.plugin import Storage
 
@@ -99,7 +101,11 @@ def _print_plan(config: RunConfig) -> None:
 
 
 CheckpointArgument = Annotated[
-    str, typer.Argument(help="A checkpoint, or a directory of checkpoints; or a URL, such as s3://bucket/prefix.")
+    str,
+    typer.Argument(
+        help="A checkpoint, or a directory of checkpoints; or a URL, such as s3://bucket/prefix.",
+        autocompletion=complete_checkpoint,
+    ),
 ]
 KeyFile = Annotated[
     str | None, typer.Option(help="File with the signing key; checkpoints not signed with it are refused.")
@@ -255,7 +261,10 @@ def init(
         int | None, typer.Option(min=1, help="Number of ranks on this machine; default: the devices found.")
     ] = None,
     strategy: Annotated[
-        str | None, typer.Option(help="Strategy; default: the one recommended for this number of devices.")
+        str | None,
+        typer.Option(
+            help="Strategy; default: the one recommended for this number of devices.", autocompletion=complete_strategy
+        ),
     ] = None,
     steps: Annotated[
         int | None, typer.Option(min=1, help="Number of optimizer steps; default: 300, or 3 epochs of your files.")

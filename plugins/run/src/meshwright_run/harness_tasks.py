@@ -208,7 +208,7 @@ def _build_harness_model(model: RankModel) -> Any:
         world.run_on_first_rank(lambda: (name, arguments))
         return getattr(model, name)(*arguments)
 
-    class HarnessModel(TemplateLM):  # type: ignore[misc]
+    class HarnessModel(TemplateLM):
         @property
         def eot_token_id(self) -> int:
             return int(tokenizer.eos_token_id)

@@ -19,10 +19,13 @@ from meshwright.plugin import (
 )
 
 from .commands import KeyFile, open_checkpoint_storage
+from .completion import complete_checkpoint
 
 
 def export(
-    checkpoint: Annotated[str, typer.Argument(help="Directory or URL of the checkpoint.")],
+    checkpoint: Annotated[
+        str, typer.Argument(help="Directory or URL of the checkpoint.", autocompletion=complete_checkpoint)
+    ],
     output: Annotated[Path, typer.Argument(help="Hugging Face directory to write; new or empty.")],
     dtype: Annotated[
         str | None, typer.Option(help="Dtype of the weights, such as float32 or bfloat16; default: as saved.")
@@ -86,7 +89,11 @@ def export(
 def evaluate(
     model: Annotated[
         str,
-        typer.Argument(help="Run directory, checkpoint, model directory, or Hub id.", metavar="MODEL"),
+        typer.Argument(
+            help="Run directory, checkpoint, model directory, or Hub id.",
+            metavar="MODEL",
+            autocompletion=complete_checkpoint,
+        ),
     ],
     data: Annotated[
         list[str] | None,
@@ -147,7 +154,12 @@ def evaluate(
 
 def chat(
     model: Annotated[
-        str, typer.Argument(help="Run directory, checkpoint, model directory, or Hub id.", metavar="MODEL")
+        str,
+        typer.Argument(
+            help="Run directory, checkpoint, model directory, or Hub id.",
+            metavar="MODEL",
+            autocompletion=complete_checkpoint,
+        ),
     ],
     system: Annotated[str | None, typer.Option(help="System message of the conversation.")] = None,
     max_new_tokens: Annotated[int, typer.Option(min=1, help="Most tokens of an answer.")] = 256,

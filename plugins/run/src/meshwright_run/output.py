@@ -93,7 +93,7 @@ def write_results(prepared: PreparedRun, results: list[StepResult], console: Con
             f"{escape_markup(averaged)}{escape_markup(directory.loss_curve)}, "
             f"{escape_markup(directory.metrics)}, {escape_markup(directory.summary)}\n"
             f"[bold]next[/bold]\n"
-            f"  meshwright chat {run}\n  meshwright eval {run}\n{merge}"
+            f"  meshwright chat {run}\n  meshwright eval {run}\n  meshwright watch {run}\n{merge}"
         ).append(
             f'  python -c "from transformers import pipeline; '
             f"print(pipeline('text-generation', '{directory.model}')('The ')[0]['generated_text'])\""

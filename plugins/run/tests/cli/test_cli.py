@@ -277,14 +277,17 @@ def test_the_version_is_reported_without_torch():
     assert not imported(done) & heavy
 
 
-def test_bash_completes_subcommands_and_options_by_the_script_that_is_shown():
+def test_bash_completes_commands_options_settings_and_checkpoints_by_the_script_that_is_shown(tmp_path):
     script = """
         eval "$(meshwright --show-completion)"
-        for words in "meshwright tra" "meshwright train --plan"; do
+        for words in "meshwright tra" "meshwright train --plan" "meshwright train x.yaml --set optimizer.w" \
+            "meshwright train x.yaml --set strategy=pi" "meshwright checkpoint show $PLACE/ru"; do
             COMP_WORDS=($words); COMP_CWORD=$((${#COMP_WORDS[@]} - 1))
             _meshwright_completion meshwright
             echo "${COMPREPLY[@]}"
         done
     """
-    done = run(["bash", "--norc", "-c", script])
-    assert done.stdout.split() == ["train", "--plan-only"], done.stderr
+    (tmp_path / "runs" / "a" / "checkpoints" / "step-00000002").mkdir(parents=True)
+    done = run(["bash", "--norc", "-c", script], PLACE=str(tmp_path))
+    settings = ["optimizer.weight_decay=", "strategy=pipeline"]
+    assert done.stdout.split() == ["train", "--plan-only", *settings, f"{tmp_path}/runs/"], done.stderr
