@@ -25,7 +25,7 @@ def list_settings(values: Mapping[str, Any], defaults: Mapping[str, Any]) -> lis
 
 
 def list_defaults(config: type[BaseModel], prefix: str = "") -> dict[str, Any]:
-    """Return the default by key of a config and its sections; an optional section has the defaults of its class, too."""
+    """Return the default by key of a config and of its sections, including the optional ones."""
     found: dict[str, Any] = {}
     for name, field in config.model_fields.items():
         default = UNSET if field.is_required() else field.get_default(call_default_factory=True)

@@ -272,7 +272,9 @@ class WatchedRun:
             return "done", ""
         if is_dead:
             return "lost", "its process ended without reporting why"
-        return ("stopped", "") if self.metrics.names else ("waiting", "no output yet: start a run with this directory as its output_dir")
+        if self.metrics.names:
+            return "stopped", ""
+        return "waiting", "no output yet: start a run with this directory as its output_dir"
 
 
 def open_runs(directories: Sequence[Path]) -> list[WatchedRun]:

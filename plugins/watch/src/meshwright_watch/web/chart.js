@@ -21,6 +21,7 @@ export class Chart {
   // tools, empty (text of a chart without data)
   constructor(options) {
     this.options = {kind: KINDS.plain, ...options};
+    this.axis = AXES.rank;
     this.isLog = Boolean(options.log);
     this.series = [];
     this.hidden = new Set(options.hides || []);
@@ -47,12 +48,11 @@ export class Chart {
     this.size.observe(this.plot);
   }
 
-  get axis() { return this.options.view?.axis ?? AXES.rank; }
-
   // series: label, colour (name of a CSS variable), x, y, smooth (the moving average of y), dots, line (through the
   // dots), dashed, width
   update(series) {
     this.given = series;
+    this.axis = this.options.view?.axis ?? AXES.rank;
     const shown = series.filter(each => !this.hidden.has(each.label));
     this.series = shown;
     const lines = shown.flatMap(each => each.smooth ? [{...each, isFaint: true}, {...each, y: each.smooth}] : [each]);

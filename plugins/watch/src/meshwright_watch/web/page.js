@@ -189,7 +189,7 @@ const refresh = async ({all = false}) => {
     let again = all;
     do {
       isStale = false;
-      const visible = shown();
+      const visible = shown(), {axis} = view;
       const news = visible.filter(run => again || run.seen.metrics !== run.state.versions.metrics);
       await Promise.all(visible.flatMap(run => {
         const {versions} = run.state, jobs = [];
@@ -215,6 +215,8 @@ const refresh = async ({all = false}) => {
         return jobs;
       }));
       if (news.length || again || !panels.isDrawn) await panels.compare.update(visible);
+      // Do not draw lines of one x axis over another.
+      if (axis !== view.axis) { again = isStale = true; continue; }
       panels.isDrawn = true;
       await draw();
       again = true;

@@ -66,7 +66,7 @@ export class Run {
   }
 
   async load() {
-    const {state} = this, has = name => state.names.includes(name), request = {run: this.index, ...query()};
+    const {state} = this, {axis} = view, has = name => state.names.includes(name), request = {run: this.index, ...query()};
     const drawn = [...new Set(CHART_SPECS.flatMap(spec => spec.names(this)))].filter(has);
     const smooths = view.smoothing ? CHART_SPECS.flatMap(spec => spec.smooths ?? []).filter(has) : [];
     const parts = names(this, "times/"), norms = names(this, "norms/");
@@ -76,6 +76,7 @@ export class Run {
       fetchJson("series", {...request, points: Math.round(points() / 2), by: "seconds", name: ["seconds", ...parts]}),
       norms.length ? fetchJson("series", {...request, points: 300, name: norms.slice(0, 400)}) : {},
     ]);
+    this.axis = axis;
     this.series = {...series, ...smoothed};
     this.split = split;
     this.blocks = blocks;
@@ -83,7 +84,7 @@ export class Run {
 
   // The position of a step on the x axis; null: not among the loaded steps.
   position(step) {
-    if (view.axis === AXES.step) return step;
+    if (this.axis === AXES.step) return step;
     const {at, x} = this.series.loss ?? {};
     return at && x.length && step >= at[0] && step <= at.at(-1) ? x[nearest(at, step)] : null;
   }
