@@ -39,7 +39,8 @@ from meshwright_watch import server
 from meshwright_watch.api import compare_columns
 from meshwright_watch.metric_columns import FileTail, MetricColumns, choose_points, parse_lines
 from meshwright_watch.run import RankMetrics, WatchedRun, open_runs
-from meshwright_watch.x_axis import XAxis, smooth
+from meshwright_watch.smoothing import smooth
+from meshwright_watch.x_axis import XAxis
 
 MOST = 1 << 20
 NUMBERS = st.one_of(st.floats(-1e6, 1e6), st.just(math.nan))

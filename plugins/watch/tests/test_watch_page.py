@@ -164,21 +164,15 @@ def test_lines_that_are_added_are_shown_within_seconds(tmp_path, opened):
     page.wait_for_selector(".badge.failed")
 
 
-@pytest.fixture
-def drawn() -> Callable[[Any], set[str]]:
-    """Returns the texts in the charts that are drawn from now on, and waits for the first."""
-
-    def read(page: Any) -> set[str]:
-        page.evaluate("drawn.clear(); document.getElementById('theme').click()")
-        page.wait_for_function("drawn.size")
-        return set(page.evaluate("[...drawn]"))
-
-    return read
+def _read_drawn(page: Any) -> set[str]:
+    """Return the texts of all charts, which another theme draws again."""
+    page.evaluate("drawn.clear(); document.getElementById('theme').click()")
+    return set(page.evaluate("new Promise(done => setTimeout(() => done([...drawn])))"))
 
 
-def test_axes_have_titles_and_round_ticks(two, opened, drawn):
+def test_axes_have_titles_and_round_ticks(two, opened):
     page = opened(two[1])
-    texts = drawn(page)
+    texts = _read_drawn(page)
     assert {"loss", "gradient norm", "learning rate", "tokens per second", "memory", "step"} <= texts
     assert {"100", "200", "300", "5k", "1.0 GiB", "0.0010"} <= texts
     assert not [text for text in texts if re.search(r"\d\.0{3,}$", text)], texts
@@ -208,17 +202,19 @@ def test_the_x_axis_is_steps_time_or_tokens_and_a_zoom_follows_it(two, opened):
     for axis, title, last in (("tokens", "tokens", "1.23M tokens"), ("time", "time since the start", "75 s")):
         page.evaluate("drawn.clear()")
         page.locator("#axis").select_option(axis)
-        page.wait_for_function("title => drawn.has(title)", arg=title)
+        page.wait_for_selector(f"#steps .card[data-axis={axis}]")
         loss.locator(".plot").focus()
         page.keyboard.press("End")
         _expect(loss.locator(".at")).to_have_text(last)
+        assert page.evaluate("title => drawn.has(title)", title)
         page.keyboard.press("+")
         page.wait_for_selector("#all:visible")
     # The first differing step is a step.
     page.evaluate("drawn.clear()")
     page.locator("#compare td button", has_text="step 200").first.click()
     _expect(page.locator("#axis")).to_have_value("step")
-    page.wait_for_function("drawn.has('step')")
+    page.wait_for_selector("#steps .card[data-axis=step]")
+    assert page.evaluate("drawn.has('step')")
 
 
 def test_smoothing_draws_a_moving_average_next_to_the_values(two, opened):

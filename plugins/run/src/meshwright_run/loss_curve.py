@@ -34,14 +34,15 @@ def plot_loss_curve(results: Sequence[StepResult], path: Path, *, is_per_token: 
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
-    figure = Figure(figsize=(8, 4.5), dpi=120, layout="constrained")
-    figure.get_layout_engine().set(w_pad=0.12, h_pad=0.1)
+    figure = Figure(figsize=(8, 4.5), dpi=120)
+    figure.set_layout_engine("constrained", w_pad=0.12, h_pad=0.1)
     FigureCanvasAgg(figure)
     axes = figure.subplots()
     axes.plot([r.step for r in results], [r.loss for r in results], linewidth=1.2, color=_COLOURS[0], label="training")
     for index, name in enumerate(dict.fromkeys(name for r in results for name in r.evaluations)):
         points = [(r.step, r.evaluations[name]) for r in results if name in r.evaluations]
-        style = {"color": _COLOURS[1 + index % (len(_COLOURS) - 1)], "marker": "o", "markersize": 4.5, "linewidth": 1.8}
+        colour = _COLOURS[1 + index % (len(_COLOURS) - 1)]
+        style: dict[str, Any] = {"color": colour, "marker": "o", "markersize": 4.5, "linewidth": 1.8}
         axes.plot(*zip(*points, strict=True), label=format_eval_set(name), **style)
     _style_axes(axes, "Loss [nats per token]" if is_per_token else "Loss")
     with atomic_writer(path) as file:
@@ -63,7 +64,7 @@ def _style_axes(axes: Any, title: str) -> None:
     for side, spine in axes.spines.items():
         spine.set_visible(side == "bottom")
         spine.set_color(_LINE)
-    above = {"loc": "lower right", "bbox_to_anchor": (1, 1), "ncols": 3}
+    above: dict[str, Any] = {"loc": "lower right", "bbox_to_anchor": (1, 1), "ncols": 3}
     legend = axes.legend(fontsize=9, frameon=False, labelcolor=_TEXT, **above)
     for label in legend.get_texts():
         label.set_parse_math(False)  # A name of an evaluation set may have dollar signs

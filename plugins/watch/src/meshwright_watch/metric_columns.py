@@ -27,7 +27,7 @@ import numpy as np
 
 from meshwright.plugin import open_regular_file
 
-from .x_axis import smooth
+from .smoothing import smooth
 
 MAX_LINE_BYTES = 1 << 22  # Bytes; longer lines are skipped
 _CHECKED_BYTES = 64  # Bytes before the offset that are compared to detect a rewritten file

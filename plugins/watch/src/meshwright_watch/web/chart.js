@@ -53,6 +53,7 @@ export class Chart {
   update(series) {
     this.given = series;
     this.axis = this.options.view?.axis ?? AXES.rank;
+    this.element.dataset.axis = this.axis.name;
     const shown = series.filter(each => !this.hidden.has(each.label));
     this.series = shown;
     const lines = shown.flatMap(each => each.smooth ? [{...each, isFaint: true}, {...each, y: each.smooth}] : [each]);

@@ -48,7 +48,7 @@ const labels = (units, ticks, distance) => {
   const largest = Math.max(...ticks.map(Math.abs));
   const [name, size] = units.find(([, , least, gap]) => largest >= least && distance >= gap);
   const digits = Math.max(0, Math.ceil(-Math.log10(distance / size) - 1e-6));
-  if (digits > 6) return ticks.map(tick => tick === 0 ? "0" : Number(tick.toPrecision(8)).toExponential() + name);
+  if (digits > 4) return ticks.map(tick => tick === 0 ? "0" : Number(tick.toPrecision(8)).toExponential() + name);
   return ticks.map(tick => tick === 0 ? "0" : (tick / size).toLocaleString("en-US", {minimumFractionDigits: digits, maximumFractionDigits: digits}) + name);
 };
 const power = value => value >= 1e-3 && value < 1e5 ? short(value) : Number(value.toPrecision(3)).toExponential();
