@@ -35,7 +35,8 @@ from meshwright.strategy.contract import StrategyManager
 from meshwright.strategy.registry import get_registry
 from meshwright.tensors.ops import make_event_recorder
 from meshwright.training.loop.step import Stopwatch, train_step
-from meshwright_run.metrics_report import LossCurvePlotter, MetricsReporter
+from meshwright_run.loss_curve import LossCurvePlotter
+from meshwright_run.metrics_report import MetricsReporter
 from meshwright_run.observers import attach_trackers, resolve_trackers
 from meshwright_run.run_directory import RunDirectory
 from meshwright_run.run_logs import EventLog, RankLog

@@ -90,7 +90,15 @@ def _all(client: TestClient) -> None:
     assert state.json()["runs"][1]["step"] == 20
     names = [name for name in state.json()["runs"][0]["names"] if name.isascii()][:20]
     series = "series?run=0" + "".join(f"&name={name}" for name in names)
-    of_one = ("events?run=0", "ranks?run=0", "rank?run=0&rank=0", "timeline?run=0")
+    of_one = (
+        "events?run=0",
+        "settings?run=0",
+        f"{series}&axis=time&from=1.5&smoothing=0.9",
+        f"{series}&axis=tokens",
+        "ranks?run=0",
+        "rank?run=0&rank=0",
+        "timeline?run=0",
+    )
     for path in (series, *of_one, "compare?one=0&other=1", "compare?one=1&other=0"):
         answer = client.get(f"/api/{path}")
         assert answer.status_code in (200, 400), (path, answer.text)

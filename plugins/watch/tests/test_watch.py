@@ -39,6 +39,8 @@ from meshwright_watch import server
 from meshwright_watch.api import compare_columns
 from meshwright_watch.metric_columns import FileTail, MetricColumns, choose_points, parse_lines
 from meshwright_watch.run import RankMetrics, WatchedRun, open_runs
+from meshwright_watch.smoothing import smooth
+from meshwright_watch.x_axis import XAxis
 
 MOST = 1 << 20
 NUMBERS = st.one_of(st.floats(-1e6, 1e6), st.just(math.nan))
@@ -145,6 +147,51 @@ def test_columns_drawn_together_are_of_the_same_steps(tmp_path: Path) -> None:
     assert set(found["columns"]["unknown"]) == {None}
     evaluated = [step for step, loss in zip(found["x"], found["columns"]["evaluations/held_out"], strict=True) if loss]
     assert all(step % 50 == 0 for step in evaluated)
+
+
+def test_positions_of_steps_by_time_and_tokens_and_the_steps_of_a_span() -> None:
+    columns = MetricColumns()
+    times, tokens = [100.0, 101.0, 111.0, 110.0, math.nan], [10, 20, 0, 5, 7]
+    columns.add(
+        [
+            {"step": step, "time": time, "num_tokens": number, "seconds": 0.5}
+            for step, time, number in zip(range(3, 8), times, tokens, strict=True)
+        ]
+    )
+    # From the start of the first step; a clock that is set back stays where it was.
+    for name, steps, expected in (
+        ("time", [3, 4, 5, 6], [0.5, 1.5, 11.5, 11.5]),
+        ("tokens", [3, 4, 5, 6, 7], [10.0, 30.0, 30.0, 35.0, 42.0]),
+    ):
+        line: dict[str, Any] = {"x": steps}
+        XAxis(columns, name).place(line)
+        assert (line["x"], line["at"]) == (expected, steps)
+    assert XAxis(columns, "time").to_steps(1.6, 11.0) == (4, 5)
+    assert XAxis(columns, "tokens").to_steps(None, 31.0) == (3, 6)
+    assert XAxis(columns, "tokens").to_steps(1e9, 2e9) == (7, 7)
+    assert XAxis(columns, "step").to_steps(3.5, 4.2) == (3, 5)
+    nothing: dict[str, Any] = {"x": [1, 2]}
+    XAxis(MetricColumns(), "tokens").place(nothing)
+    assert nothing["x"] == []
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.lists(NUMBERS, min_size=1, max_size=700), st.sampled_from([0.0, 0.5, 0.9, 0.99]))
+def test_the_moving_average_is_that_of_a_loop(numbers: list[float], weight: float) -> None:
+    total, weights, expected = 0.0, 0.0, []
+    for number in numbers:
+        is_known = math.isfinite(number)
+        total, weights = weight * total + (number if is_known else 0.0), weight * weights + is_known
+        expected.append(total / weights if is_known else math.nan)
+    np.testing.assert_allclose(smooth(np.array(numbers), weight), expected, rtol=1e-9, atol=1e-6)
+
+
+def test_a_zoom_does_not_change_the_moving_average() -> None:
+    columns = MetricColumns()
+    columns.add([{"step": step, "loss": float(step % 7)} for step in range(1, 101)])
+    full, part = (columns.get_series(["loss"], *span, 1000, smoothing=0.9)["loss"] for span in ((None, None), (50, 60)))
+    assert part["x"] == list(range(49, 62))
+    assert part["smooth"] == full["smooth"][48:61]
 
 
 # -- two runs
@@ -323,6 +370,14 @@ def test_answers_of_the_server(client: TestClient) -> None:
     loss = get("/api/series?run=0&name=loss&name=grad_norm&from=100&to=200&points=50")["loss"]
     assert (loss["x"][0], loss["x"][-1], loss["count"]) == (99, 201, 103)
     assert len(loss["x"]) < 103
+    by_tokens = get("/api/series?run=0&name=loss&axis=tokens&from=4096.5&to=20000&smoothing=0.9")["loss"]
+    assert (by_tokens["at"], by_tokens["x"]) == ([*range(1, 7)], [4096.0 * step for step in range(1, 7)])
+    assert by_tokens["smooth"][0] == pytest.approx(by_tokens["y"][0])
+    assert get("/api/rank?run=0&rank=3&axis=tokens")["series"]["seconds"]["x"][:2] == [4096, 8192]
+    assert get("/api/compare?one=0&other=1&axis=tokens")["columns"]["loss"]["steps"] == 400
+    chosen = {key: (value, default) for key, value, default in get("/api/settings?run=1")}
+    assert (chosen["optimizer.lr"], chosen["optimizer.name"]) == (("0.002", "0.001"), ("AdamW", "AdamW"))
+    assert chosen["steps"] == ("400", "null")
     assert get("/api/events?run=0")[-1]["message"] == "</script>"
     ranks = get("/api/ranks?run=0")
     assert [(each["rank"], each["phase"]) for each in ranks["stragglers"]] == [(2, "forward_backward")]
@@ -338,7 +393,7 @@ def test_answers_of_the_server(client: TestClient) -> None:
     ("status", "paths"),
     [
         (400, "series?run=2&name=loss series?name=loss series?run=-1 series?run=%D9%A1 series?run=0&points=1"),
-        (400, "series?run=0&from=1e9 rank?run=0&rank=99 rank?run=0"),
+        (400, "series?run=0&from=1e9 series?run=0&axis=x series?run=0&smoothing=1 rank?run=0&rank=99 rank?run=0"),
         (404, "../web/..%2Fserver.py ../web/%2e%2e/%2e%2e/secret ../web/vendor/..%2F..%2Fserver.py ../docs"),
         (404, "../web//etc/passwd ../etc/passwd ../web/vendor ../web/vendor/README.md"),
     ],

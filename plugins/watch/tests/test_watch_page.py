@@ -5,6 +5,7 @@ They need Playwright (extra `dev`) and a Chromium of the system, and are skipped
 
 from __future__ import annotations
 
+import re
 import shutil
 import threading
 import time
@@ -59,6 +60,12 @@ def opened(browser) -> Iterator[Callable[..., Any]]:
         ).start()
         contexts.append(browser.new_context(color_scheme="light", viewport={"width": 1400, "height": 900}))
         page = contexts[-1].new_page()
+        # Texts of charts are on a canvas.
+        page.add_init_script(
+            "globalThis.drawn = new Set(); const write = CanvasRenderingContext2D.prototype.fillText;"
+            "CanvasRenderingContext2D.prototype.fillText = function(text, ...at) "
+            "{ drawn.add(String(text)); return write.call(this, text, ...at); };"
+        )
         page.set_default_timeout(PATIENCE_MS)
         page.on("pageerror", lambda error: errors.append(str(error)))
         page.on("console", lambda reported: errors.append(reported.text) if reported.type == "error" else None)
@@ -155,6 +162,120 @@ def test_lines_that_are_added_are_shown_within_seconds(tmp_path, opened):
     _expect(steps).to_have_text("41 / 200")
     write_lines(run / "events.jsonl", [build_event_line("end", 41, reason="failed")])
     page.wait_for_selector(".badge.failed")
+
+
+def _read_drawn(page: Any) -> set[str]:
+    """Return the texts of all charts, which another theme draws again."""
+    page.evaluate("drawn.clear(); document.getElementById('theme').click()")
+    return set(page.evaluate("new Promise(done => setTimeout(() => done([...drawn])))"))
+
+
+def test_axes_have_titles_and_round_ticks(two, opened):
+    page = opened(two[1])
+    texts = _read_drawn(page)
+    assert {"loss", "gradient norm", "learning rate", "tokens per second", "memory", "step"} <= texts
+    assert {"100", "200", "300", "5k", "1.0 GiB", "0.0010"} <= texts
+    assert not [text for text in texts if re.search(r"\d\.0{3,}$", text)], texts
+    ticks = page.evaluate(
+        """import('/web/numbers.js').then(({KINDS: {plain, short, seconds, percent}}) => [
+            plain.labels([0, 5, 25], 5), plain.labels([1, 1.5], 0.5), short.labels([5000, 20000], 5000),
+            plain.labels([2e-5], 1e-5), plain.labels([12340, 12345], 5), seconds.labels([0, 60, 120], 60),
+            seconds.labels([0.2], 0.1), percent.labels([0.5], 0.25),
+        ])"""
+    )
+    assert ticks == [
+        ["0", "5", "25"],
+        ["1.0", "1.5"],
+        ["5k", "20k"],
+        ["2e-5"],
+        ["12,340", "12,345"],
+        ["0", "1 min", "2 min"],
+        ["200 ms"],
+        ["50 %"],
+    ]
+
+
+def test_the_x_axis_is_steps_time_or_tokens_and_a_zoom_follows_it(two, opened):
+    page = opened(*two)
+    page.wait_for_selector("#compare td >> text=step 200")
+    loss = page.locator("#steps .card").first
+    for axis, title, last in (("tokens", "tokens", "1.23M tokens"), ("time", "time since the start", "75 s")):
+        page.evaluate("drawn.clear()")
+        page.locator("#axis").select_option(axis)
+        page.wait_for_selector(f"#steps .card[data-axis={axis}]")
+        loss.locator(".plot").focus()
+        page.keyboard.press("End")
+        _expect(loss.locator(".at")).to_have_text(last)
+        assert page.evaluate("title => drawn.has(title)", title)
+        page.keyboard.press("+")
+        page.wait_for_selector("#all:visible")
+    # The first differing step is a step.
+    page.evaluate("drawn.clear()")
+    page.locator("#compare td button", has_text="step 200").first.click()
+    _expect(page.locator("#axis")).to_have_value("step")
+    page.wait_for_selector("#steps .card[data-axis=step]")
+    assert page.evaluate("drawn.has('step')")
+
+
+def test_smoothing_draws_a_moving_average_next_to_the_values(two, opened):
+    page = opened(two[1])
+    value = page.locator("#steps .legend b").first
+    before = value.inner_text()
+    page.locator("#smoothing").fill("0.9")
+    _expect(value).to_have_text(re.compile(rf"{before}, smoothed \d"))
+    assert "smoothed" not in page.locator("#steps .card", has_text="Learning rate").inner_text()
+    page.locator("#smoothing").fill("0")
+    _expect(value).to_have_text(before)
+
+
+def test_the_settings_of_a_run_and_those_that_are_not_the_default(two, opened):
+    (two[1] / "run.yaml").write_text(f"strategy: ddp\nsteps: 300\nmodel: {{path: {HOSTILE!r}}}\n", encoding="utf-8")
+    page = opened(two[1])
+    rows = page.locator("#settings tbody tr")
+    _expect(rows).to_have_count(3)
+    reported = [" ".join(row.split()) for row in rows.all_inner_texts()]
+    assert reported == ["strategy ddp fsdp2", "steps 300 null", f"model.path {HOSTILE} (not set)"]
+    page.locator("#settings button").click()
+    _expect(rows).to_have_count(3)
+    assert page.locator("img").count() == 0
+
+
+def test_a_page_without_steps_or_evaluations_says_what_follows(tmp_path, opened):
+    run = tmp_path / "run"
+    run.mkdir()
+    page = opened(run, ready=".badge.waiting")
+    # Red is for failures.
+    bad = page.evaluate(
+        """() => {
+            const badge = document.body.appendChild(document.createElement("p"));
+            badge.className = "badge failed";
+            return getComputedStyle(badge).color;
+        }"""
+    )
+    for part in (".badge.waiting", ".run .why"):
+        assert page.locator(part).evaluate("part => getComputedStyle(part).color") != bad, part
+    note = page.locator("#steps [role=status]")
+    _expect(note).to_have_text("No steps yet. The charts appear when the first step has ended.")
+    assert "output_dir" in page.locator(".why").inner_text()
+    _expect(page.locator("#view")).to_be_hidden()
+    write_run_directory(run, 20, of_steps=200)
+    (run / "run.yaml").write_text("steps: 200\neval: {every: 50}\n", encoding="utf-8")
+    _expect(note).to_have_text("No evaluation yet: the first is after step 50.")
+    page.locator("article.run h2 button").click()
+    _expect(note).to_have_text("All runs are hidden: select one above.")
+
+
+@pytest.mark.parametrize("width", [400, 800, 1600])
+def test_nothing_is_wider_than_the_window_and_cards_have_one_height(width, two, tmp_path, opened):
+    long = write_run_directory(tmp_path / ("long-" * 30), 60, of_steps=80)
+    write_lines(long / "events.jsonl", [build_event_line("fault", 60, rank=0, error_type="E", message="word" * 200)])
+    page = opened(two[0], two[1], long)
+    page.set_viewport_size({"width": width, "height": 900})
+    page.wait_for_selector("#settings td")
+    page.wait_for_selector("#compare td >> text=step 200")
+    assert page.evaluate("document.documentElement.scrollWidth") <= width
+    heights = {round(card.bounding_box()["height"]) for card in page.locator("article.run").all()}
+    assert width < 700 or len(heights) == 1
 
 
 def _computed_s(client: Any) -> float:

@@ -1,18 +1,11 @@
-"""Report a run: a progress bar or log lines, a JSONL file of all steps, and a plot of the losses. Imports no torch.
-
-During training, another process draws the plot at low priority, less often the longer it takes.
-"""
+"""Report a run: a progress bar or log lines, and a JSONL file of all steps. Imports no torch."""
 
 from __future__ import annotations
 
 import json
 import math
 import os
-import subprocess
-import sys
-import time
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
@@ -22,12 +15,10 @@ from rich.table import Column
 from rich.text import Text
 
 from meshwright.plugin import (
-    SAFE_PYTHON,
     BadStep,
     StepResult,
     Stopped,
     TrainingError,
-    atomic_writer,
     create_console,
     hookimpl,
     open_for_append,
@@ -37,7 +28,7 @@ from meshwright.plugin import (
 )
 
 from .run_directory import RunDirectory
-from .step_text import StepFormatter, format_eval_set
+from .step_text import StepFormatter
 
 _RATES = ("tokens_per_second", "tokens_per_second_per_device")
 NONDETERMINISTIC_FIELDS = frozenset(
@@ -302,86 +293,3 @@ def print_stopped(stopped: Stopped, *, num_steps: int) -> None:
 
 def print_text(text: str | Text, console: Console | None = None) -> None:
     (console or create_console()).print(text, highlight=False, soft_wrap=True)
-
-
-FIRST_PLOT_AFTER_S = 30.0
-PLOT_TIME_FRACTION = 0.001
-"""Fraction of one core's time that drawing may take."""
-_PLOT_CODE = "import os, runpy; os.nice(10); runpy.run_module('meshwright_run.metrics_report', run_name='__main__')"
-_PLOT_EXIT_TIMEOUT_S = 10.0
-
-
-def plot_loss_curve(results: Sequence[StepResult], path: Path, *, is_per_token: bool = True) -> None:
-    """Write a PNG of the training loss and the loss on each evaluation set over steps."""
-    # The object interface draws without a display and without global state.
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
-    from matplotlib.figure import Figure
-
-    figure = Figure(figsize=(8, 4.5), dpi=120, layout="constrained")
-    FigureCanvasAgg(figure)
-    axes = figure.subplots()
-    axes.plot([r.step for r in results], [r.loss for r in results], linewidth=1, label="training")
-    for name in dict.fromkeys(name for r in results for name in r.evaluations):
-        points = [(r.step, r.evaluations[name]) for r in results if name in r.evaluations]
-        axes.plot(*zip(*points, strict=True), marker="o", markersize=4, linewidth=1.5, label=format_eval_set(name))
-    axes.set(xlabel="step", ylabel="loss [nats per token]" if is_per_token else "loss")
-    axes.grid(alpha=0.3)
-    axes.legend()
-    with atomic_writer(path) as file:
-        figure.savefig(file, format="png")
-
-
-def plot_metrics(metrics: Path, path: Path, *, is_per_token: bool = True) -> None:
-    """Plot a metrics file. Writes nothing if the file has no steps; ignores write errors."""
-    with suppress(OSError):
-        results = read_metrics(metrics, last_step=sys.maxsize, num_steps=0)
-        if results:
-            plot_loss_curve(results, path, is_per_token=is_per_token)
-
-
-class LossCurvePlotter:
-    """Observer on rank 0 that starts a process to draw the plot. A context manager that ends this process on exit."""
-
-    def __init__(
-        self, metrics: Path, path: Path, *, is_per_token: bool = True, clock: Callable[[], float] = time.monotonic
-    ) -> None:
-        self._metrics, self._path, self._is_per_token, self._clock = metrics, path, is_per_token, clock
-        self.process: subprocess.Popen[bytes] | None = None
-        self._started_at, self._next_plot_at = clock(), clock() + FIRST_PLOT_AFTER_S
-
-    def __enter__(self) -> LossCurvePlotter:
-        return self
-
-    def __exit__(self, kind: object, error: BaseException | None, traceback: object) -> None:
-        drawing, self.process = self.process, None
-        if drawing is not None:
-            try:
-                drawing.wait(_PLOT_EXIT_TIMEOUT_S)
-            except subprocess.TimeoutExpired:
-                drawing.kill()
-                drawing.wait()
-        if error is not None:
-            plot_metrics(self._metrics, self._path, is_per_token=self._is_per_token)
-
-    @hookimpl
-    def on_step_end(self, result: StepResult) -> None:
-        now = self._clock()
-        if self.process is not None and self.process.poll() is not None:
-            self.process = None
-            self._next_plot_at = now + (now - self._started_at) / PLOT_TIME_FRACTION
-        if self.process is None and now >= self._next_plot_at:
-            self._started_at = now
-            command = [
-                *SAFE_PYTHON,
-                "-c",
-                _PLOT_CODE,
-                str(self._metrics),
-                str(self._path),
-                str(int(self._is_per_token)),
-            ]
-            quiet = subprocess.DEVNULL
-            self.process = subprocess.Popen(command, stdin=quiet, stdout=quiet, stderr=quiet)
-
-
-if __name__ == "__main__":
-    plot_metrics(Path(sys.argv[1]), Path(sys.argv[2]), is_per_token=sys.argv[3] == "1")

@@ -34,7 +34,8 @@ from meshwright.plugin import (
 
 from .data.packing import RowDataset
 from .data.tokenizer import load_tokenizer
-from .metrics_report import plot_loss_curve, print_text
+from .loss_curve import plot_loss_curve
+from .metrics_report import print_text
 from .preflight import PreparedRun
 from .run_directory import IN_PROGRESS, RunDirectory
 from .run_sections import HELD_OUT, SampleConfig

@@ -42,7 +42,8 @@ from meshwright.plugin import (
 
 from .launch.rank_process import heartbeat
 from .loop_setup import build_loop, load_initial_weights
-from .metrics_report import LossCurvePlotter, MetricsReporter, plot_metrics, print_finished, print_stopped, print_text
+from .loss_curve import LossCurvePlotter, plot_metrics
+from .metrics_report import MetricsReporter, print_finished, print_stopped, print_text
 from .observers import StartupReporter, StartupTimer, StragglerDetector, attach_trackers, resolve_trackers
 from .output import export_model, write_results
 from .preflight import PreparedRun, build_run_model, describe_run, download_model, preflight

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import re
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -13,7 +14,7 @@ import numpy as np
 
 from meshwright.plugin import read_json_object
 from meshwright_run.run_directory import PLANNED_SCHEDULE
-from meshwright_run.settings_diff import diff_settings
+from meshwright_run.settings_diff import diff_settings, list_defaults, list_settings
 
 from .metric_columns import (
     MAX_POINTS,
@@ -27,6 +28,7 @@ from .metric_columns import (
     to_json_list,
 )
 from .run import NUM_RECENT_STEPS, WatchedRun
+from .x_axis import STEP, X_AXES, XAxis
 
 Column = tuple[np.ndarray, np.ndarray]  # Steps, int64 (N), ascending, and values, float64 (N)
 COMPARED_COLUMNS = ("loss", "grad_norm")
@@ -146,9 +148,28 @@ class WatchApi:
     def series(self, query: QueryParams) -> dict[str, Any]:
         """Return columns of one run: each downsampled separately, or all at the steps chosen for the column `by`."""
         run, names, by = self._get_run(query), query.getlist("name")[:_MAX_NAMES], query.get("by")
-        span = _parse_span(query)
+        smoothing = _parse_number(query, "smoothing") or 0.0
+        if smoothing >= 1:
+            raise BadQueryError("smoothing must be below 1")
         with run.lock:
-            return run.metrics.get_series(names, *span) if by is None else run.metrics.get_aligned(by, names, *span)
+            axis, span = _parse_span(query, run)
+            if by is not None:
+                aligned = run.metrics.get_aligned(by, names, *span)
+                axis.place(aligned)
+                return aligned
+            found = run.metrics.get_series(names, *span, smoothing=smoothing)
+            for line in found.values():
+                axis.place(line)
+            return found
+
+    def settings(self, query: QueryParams) -> list[Any]:
+        """Return key, value and default of each setting of a run."""
+        from meshwright_run.run_file import RunConfig  # It takes a second: only when the page asks
+
+        run = self._get_run(query)
+        with run.lock:
+            values = run.load_settings()
+        return list_settings(values, list_defaults(RunConfig))
 
     def events(self, query: QueryParams) -> list[Any]:
         run = self._get_run(query)
@@ -164,11 +185,13 @@ class WatchApi:
         run, rank = self._get_run(query), _parse_int(query, "rank")
         if rank is None:
             raise BadQueryError("rank is missing")
-        span = _parse_span(query)
         with run.lock:
+            axis, span = _parse_span(query, run)
             found = run.ranks.get_history(rank, *span)
         if found is None:
             raise BadQueryError(f"rank {rank} has no file")
+        for line in found["series"].values():
+            axis.place(line)
         return found
 
     def timeline(self, query: QueryParams) -> dict[str, Any]:
@@ -176,15 +199,18 @@ class WatchApi:
 
     def compare(self, query: QueryParams) -> dict[str, Any]:
         one, other = self._get_run(query, "one"), self._get_run(query, "other")
-        span = _parse_span(query)
         # One lock at a time: two requests could acquire two locks in opposite orders.
         with one.lock:
+            axis, span = _parse_span(query, one)
             mine, settings = {name: one.metrics.get_column(name) for name in COMPARED_COLUMNS}, one.load_settings()
         with other.lock:
             found = {
                 name: compare_columns(mine[name], other.metrics.get_column(name), *span) for name in COMPARED_COLUMNS
             }
-            return {"columns": found, "settings": diff_settings(settings, other.load_settings())}
+            differences = diff_settings(settings, other.load_settings())
+        for line in found.values():
+            axis.place(line)
+        return {"columns": found, "settings": differences}
 
     def _get_run(self, query: QueryParams, key: str = "run") -> WatchedRun:
         index = _parse_int(query, key)
@@ -204,8 +230,22 @@ def _parse_int(query: QueryParams, key: str, minimum: int = 0) -> int | None:
     return int(text)
 
 
-def _parse_span(query: QueryParams) -> tuple[int | None, int | None, int]:
-    return _parse_int(query, "from"), _parse_int(query, "to"), _parse_int(query, "points", 2) or _DEFAULT_POINTS
+def _parse_number(query: QueryParams, key: str) -> float | None:
+    """Return a decimal number of at least 0; None if it is missing. Raises BadQueryError."""
+    text = query.get(key)
+    if text is not None and not re.fullmatch(r"[0-9]{1,18}(\.[0-9]{1,9})?", text):
+        raise BadQueryError(f"{key} must be a decimal number of at least 0")
+    return None if text is None else float(text)
+
+
+def _parse_span(query: QueryParams, run: WatchedRun) -> tuple[XAxis, tuple[int | None, int | None, int]]:
+    """Return the x axis, and first step, last step and number of points of the part of it that is shown."""
+    name = query.get("axis", STEP)
+    if name not in X_AXES:
+        raise BadQueryError(f"axis must be one of {', '.join(X_AXES)}")
+    axis = XAxis(run.metrics, name)
+    low, high = axis.to_steps(_parse_number(query, "from"), _parse_number(query, "to"))
+    return axis, (low, high, _parse_int(query, "points", 2) or _DEFAULT_POINTS)
 
 
 def to_json(value: Any) -> bytes:

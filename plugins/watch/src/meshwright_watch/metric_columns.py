@@ -27,6 +27,8 @@ import numpy as np
 
 from meshwright.plugin import open_regular_file
 
+from .smoothing import smooth
+
 MAX_LINE_BYTES = 1 << 22  # Bytes; longer lines are skipped
 _CHECKED_BYTES = 64  # Bytes before the offset that are compared to detect a rewritten file
 
@@ -249,13 +251,23 @@ class MetricColumns:
         _, values = self._columns.get(name, ((), ()))
         return values[-1] if values else None
 
-    def get_series(self, names: list[str], low: int | None, high: int | None, points: int) -> dict[str, Any]:
-        """Return columns within a span of steps, each downsampled separately; JSON-serializable."""
-        found = {}
+    def get_series(
+        self, names: list[str], low: int | None, high: int | None, points: int, *, smoothing: float = 0.0
+    ) -> dict[str, Any]:
+        """Return columns within a span of steps, each downsampled separately; JSON-serializable.
+
+        Args:
+            smoothing: weight of the exponential moving average of all steps; 0: none is returned.
+        """
+        found: dict[str, dict[str, Any]] = {}
         for name in names:
-            steps, values = self.get_column(name, low, high)
+            all_steps, all_values = self.get_column(name)
+            part = slice_steps(all_steps, low, high)
+            steps, values = all_steps[part], all_values[part]
             indices = choose_points(steps, values, min(points, MAX_POINTS))
             found[name] = {"x": steps[indices].tolist(), "y": to_json_list(values[indices]), "count": len(steps)}
+            if smoothing:
+                found[name]["smooth"] = to_json_list(smooth(all_values, smoothing)[part][indices])
         return found
 
     def get_aligned(self, by: str, names: list[str], low: int | None, high: int | None, points: int) -> dict[str, Any]:

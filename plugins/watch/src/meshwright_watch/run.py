@@ -201,7 +201,9 @@ class WatchedRun:
             "metrics": metrics.version,
             "events": self._events_version,
             "timeline": _last_write_ms(self.timeline_directory),
+            "settings": self._file_cache[RUN_FILE][0][2] // 1_000_000 if settings else 0,
         }
+        evaluation = settings.get("eval")
         texts = {name: _to_text(start.get(name)) for name in ("strategy", "mesh", "device")}
         return self._empty_state() | {
             **texts,
@@ -223,6 +225,8 @@ class WatchedRun:
             "versions": versions,
             "has_ranks": RunDirectory(self.directory).rank_logs.is_dir(),
             "has_timeline": self.timeline_directory.is_dir(),
+            "has_settings": bool(settings),
+            "eval_every": _int_or_none(evaluation.get("every")) if isinstance(evaluation, dict) else None,
         }
 
     def get_error_state(self, error: Exception) -> dict[str, Any]:
@@ -234,14 +238,14 @@ class WatchedRun:
             "name": self.name,
             "directory": str(self.directory),
             **dict.fromkeys(("state", "reason", "strategy", "mesh", "device", "meshwright"), ""),
-            **dict.fromkeys(("steps", "world_size", "parameters")),
+            **dict.fromkeys(("steps", "world_size", "parameters", "eval_every")),
             "step": 0,
             "names": [],
             "last": {},
             "num_unreadable": 0,
             "read": [0, 0],
-            "versions": {"metrics": 0, "events": 0, "timeline": 0},
-            **dict.fromkeys(("has_omitted_columns", "has_ranks", "has_timeline"), False),
+            "versions": {"metrics": 0, "events": 0, "timeline": 0, "settings": 0},
+            **dict.fromkeys(("has_omitted_columns", "has_ranks", "has_timeline", "has_settings"), False),
         }
 
     def _last_event(self, *events: str) -> dict[str, Any]:
@@ -268,7 +272,9 @@ class WatchedRun:
             return "done", ""
         if is_dead:
             return "lost", "its process ended without reporting why"
-        return ("stopped", "") if self.metrics.names else ("waiting", "no output yet")
+        if self.metrics.names:
+            return "stopped", ""
+        return "waiting", "no output yet: start a run with this directory as its output_dir"
 
 
 def open_runs(directories: Sequence[Path]) -> list[WatchedRun]:

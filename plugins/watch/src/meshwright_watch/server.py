@@ -90,7 +90,7 @@ def serve(runs: Sequence[WatchedRun], listener: socket.socket, *, host: str, tok
 
 def build_application(runs: Sequence[WatchedRun], *, host: str, port: int, token: str) -> Starlette:
     api = WatchApi(runs)
-    names = ("state", "series", "events", "ranks", "rank", "timeline", "compare")
+    names = ("state", "series", "settings", "events", "ranks", "rank", "timeline", "compare")
     files = [Route(path, _serve_file, methods=["GET"]) for path in ("/", "/web/{name}", "/web/vendor/{vendored}")]
     routes = [
         *files,

@@ -1,26 +1,27 @@
 // Charts of lines, bars or dots over steps or ranks, drawn by uPlot, with a legend of the values at the cursor, a table,
 // and keys.
 
-import {h, colour, nearest, table, count, short} from "./dom.js";
+import {h, colour, table} from "./dom.js";
+import {AXES, KINDS, nearest} from "./numbers.js";
 
-// The range of steps that all charts of steps show; null: all steps.
+// What all charts of steps show: the x axis, its range (null: all steps), and the weight of the moving average.
 export class View {
-  constructor() { this.range = null; this.listeners = []; this.sync = uPlot.sync("steps"); }
-  set(range) { this.range = range; this.listeners.forEach(listener => listener(range)); }
+  constructor() { this.axis = AXES.step; this.range = null; this.smoothing = 0; this.listeners = []; this.sync = uPlot.sync("steps"); }
+  set(range, axis = this.axis) { this.axis = axis; this.range = range; this.listeners.forEach(listener => listener(range)); }
 }
 
-const HEIGHT = 210;
+const HEIGHT = 236;
 const TABLE_ROWS = 200;
-// Tick increments that give round numbers of bytes.
-const BINARY = Array.from({length: 52}, (_, power) => 2 ** power);
-const dashes = {dashed: [6, 4]};
+const FONT = "11px system-ui, sans-serif";
+const FAINT = "50";
 
 export class Chart {
-  // options: title, about, format, axisFormat, of ("step" or "rank"), view, log (scale at first), stacked, bars,
-  // fromZero, isBytes, marks (draws markers), labels (whether markers have labels), hides (series hidden at first), tools,
-  // empty (text of a chart without data)
+  // options: title, about, y (title of the y axis), kind (of KINDS), view (null: a chart of ranks), log (scale at first),
+  // stacked, bars, fromZero, marks (draws markers), labels (whether markers have labels), hides (series hidden at first),
+  // tools, empty (text of a chart without data)
   constructor(options) {
-    this.options = {of: "step", format: short, ...options};
+    this.options = {kind: KINDS.plain, ...options};
+    this.axis = AXES.rank;
     this.isLog = Boolean(options.log);
     this.series = [];
     this.hidden = new Set(options.hides || []);
@@ -47,13 +48,17 @@ export class Chart {
     this.size.observe(this.plot);
   }
 
-  // series: label, colour (name of a CSS variable), x, y, dots, dashed, width, key
+  // series: label, colour (name of a CSS variable), x, y, smooth (the moving average of y), dots, line (through the
+  // dots), dashed, width
   update(series) {
     this.given = series;
+    this.axis = this.options.view?.axis ?? AXES.rank;
+    this.element.dataset.axis = this.axis.name;
     const shown = series.filter(each => !this.hidden.has(each.label));
     this.series = shown;
-    const signature = JSON.stringify([this.isLog, shown.map(each => [each.label, each.colour, each.dots, each.dashed]), series.length]);
-    const data = this.data(shown);
+    const lines = shown.flatMap(each => each.smooth ? [{...each, isFaint: true}, {...each, y: each.smooth}] : [each]);
+    const signature = JSON.stringify([this.isLog, this.axis.name, this.options.kind.name, lines.map(each => [each.label, each.colour, each.dots, each.dashed]), series.length]);
+    const data = this.data(lines);
     if (!shown.some(each => each.x.length)) {
       this.drop();
       this.plot.replaceChildren(h("p", {class: "empty"}, series.length ? "all series are hidden" : this.options.empty || "no data yet"));
@@ -65,7 +70,7 @@ export class Chart {
       this.rescale();
     } else {
       this.signature = signature;
-      this.draw(data, shown);
+      this.draw(data, lines);
       this.entries(series);
     }
     this.showValues();
@@ -86,7 +91,7 @@ export class Chart {
     if (found) return found;
     let low = Infinity, high = -Infinity;
     for (const {x} of this.series) if (x.length) { low = Math.min(low, x[0]); high = Math.max(high, x[x.length - 1]); }
-    if (this.options.of === "rank") return [low - 0.6, high + 0.6];
+    if (this.axis === AXES.rank) return [low - 0.6, high + 0.6];
     return low === high ? [low - 1, high + 1] : [low, high];
   }
 
@@ -105,19 +110,19 @@ export class Chart {
 
   draw(data, shown) {
     this.drop();
+    this.cursorAt = null;
     this.plot.replaceChildren();
-    const {of, view, stacked, bars} = this.options;
-    const ink = () => colour("quiet"), lines = () => ({stroke: colour("grid"), width: 1});
-    const format = this.options.axisFormat || this.options.format;
+    const {axis} = this, {view, stacked, bars, kind} = this.options;
+    const ink = () => colour("quiet"), titled = label => ({stroke: ink, font: FONT, label, labelFont: FONT, labelSize: 17, labelGap: 2});
     const series = shown.map((each, index) => ({
       label: each.label,
       scale: "y",
-      stroke: () => colour(each.colour),
-      width: each.dots ? 0 : each.width || 1.5,
-      dash: each.dashed ? dashes.dashed : undefined,
+      stroke: () => colour(each.colour) + (each.isFaint ? FAINT : ""),
+      width: each.dots && !each.line ? 0 : each.width || 1.5,
+      dash: each.dashed ? [6, 4] : undefined,
       fill: stacked || bars ? () => colour(each.colour) + (stacked ? "" : "b8") : undefined,
-      paths: bars && !each.dots ? uPlot.paths.bars({size: [0.72, 60], align: 0}) : each.dots ? () => null : undefined,
-      points: {show: Boolean(each.dots) || undefined, size: each.dots || 5, fill: () => colour(each.colour), stroke: () => colour(each.colour)},
+      paths: bars && !each.dots ? uPlot.paths.bars({size: [0.72, 60], align: 0}) : each.dots && !each.line ? () => null : undefined,
+      points: {show: each.isFaint ? false : Boolean(each.dots) || undefined, size: each.dots || 5, fill: () => colour(each.colour), stroke: () => colour(each.colour)},
       order: index,
     }));
     // Stacked areas are drawn from the top down, so that each covers the lower part of the area above it.
@@ -141,25 +146,25 @@ export class Chart {
       },
       select: {show: Boolean(view)},
       axes: [
-        {stroke: ink, grid: {show: false}, ticks: {stroke: () => colour("line"), width: 1, size: 4}, font: "11px system-ui, sans-serif", size: 30, space: 70,
-          incrs: [1, 2, 5, ...[1, 2, 3, 4, 5, 6, 7].flatMap(ten => [1, 2, 5].map(each => each * 10 ** ten))],
-          values: (u, ticks) => ticks.map(tick => tick % 1 ? "" : tick >= 10000 ? short(tick) : count(tick))},
-        {stroke: ink, grid: lines(), ticks: {show: false}, font: "11px system-ui, sans-serif", size: 62,
-          ...(this.options.isBytes && !this.isLog ? {incrs: BINARY} : {}),
-          values: (u, ticks) => ticks.map(tick => tick === null ? "" : format(tick))},
+        {...titled(axis.title), grid: {show: false}, ticks: {stroke: () => colour("line"), width: 1, size: 4}, size: 26, space: 70,
+          incrs: axis.increments, values: (u, ticks, index, space, distance) => axis.labels(ticks, distance)},
+        {...titled(this.options.y), grid: {stroke: () => colour("grid"), width: 1}, ticks: {show: false}, size: 56,
+          ...(this.isLog ? {} : {incrs: kind.increments}),
+          values: (u, ticks, index, space, distance) => this.isLog ? ticks.map(tick => tick === null ? "" : kind.power(tick)) : kind.labels(ticks, distance)},
       ],
-      series: [{label: of}, ...places.map(index => series[index])],
+      series: [{label: axis.name}, ...places.map(index => series[index])],
       hooks: {
         setSelect: [u => {
           if (u.select.width > 4) {
             const ends = [u.select.left, u.select.left + u.select.width].map(left => u.posToVal(left, "x"));
-            if (ends[1] - ends[0] >= 1) view.set([Math.max(0, ends[0]), ends[1]]);
+            if (ends[1] - ends[0] >= axis.least / 4) view.set([Math.max(0, ends[0]), ends[1]]);
           }
           u.setSelect({left: 0, top: 0, width: 0, height: 0}, false);
         }],
         setCursor: [u => {
           const left = u.cursor.left;
-          this.cursorAt = left >= 0 ? Math.round(u.posToVal(left, "x")) : null;
+          const at = left >= 0 ? u.posToVal(left, "x") : null;
+          this.cursorAt = at === null || axis === AXES.time ? at : Math.round(at);
           this.showValues();
         }],
         draw: [u => this.options.marks?.(u, this.options.labels)],
@@ -185,9 +190,9 @@ export class Chart {
     const items = series.map(each => {
       const value = h("b");
       this.values.set(each.label, value);
-      const swatch = h("span", {class: "swatch " + (this.options.stacked || this.options.bars && !each.dots ? "" : each.dots ? "dots" : each.dashed ? "line dashed" : "line"), colour: `var(--${each.colour})`});
-      return h("li", {}, h("button", {type: "button", "aria-pressed": !this.hidden.has(each.label), title: "show or hide", onclick: () => this.toggle(each.label)},
-        swatch, each.label), value);
+      const swatch = h("span", {class: "swatch " + (this.options.stacked || this.options.bars && !each.dots ? "" : each.dots ? (each.line ? "joined" : "dots") : each.dashed ? "line dashed" : "line"), colour: `var(--${each.colour})`});
+      return h("li", {}, h("button", {type: "button", "aria-pressed": !this.hidden.has(each.label), title: `show or hide ${each.label}`, onclick: () => this.toggle(each.label)},
+        swatch, h("span", {}, each.label)), value);
     });
     this.legend.replaceChildren(this.at, ...items);
   }
@@ -201,20 +206,19 @@ export class Chart {
 
   showValues() {
     if (!this.values) return;
-    const at = this.cursorAt, {of, format} = this.options;
-    this.at.textContent = at === null ? (of === "step" ? "last values" : "") : `${of} ${count(at)}`;
-    for (const {label, x, y} of this.series) {
-      const index = at === null ? x.length - 1 : nearest(x, at);
-      const isFar = at !== null && (of === "rank" ? x[index] !== at : false);
-      const value = this.values.get(label);
-      if (value) value.textContent = !x.length || isFar || at === null && of === "rank" ? "" : format(y[index]);
+    const at = this.cursorAt, ofRanks = this.axis === AXES.rank, {format} = this.options.kind;
+    this.at.textContent = at === null ? (ofRanks ? "" : "last values") : this.axis.words(at);
+    for (const {label, x, y, smooth} of this.series) {
+      const index = at === null ? x.length - 1 : nearest(x, at), value = this.values.get(label);
+      const isEmpty = !x.length || ofRanks && (at === null || x[index] !== at);
+      if (value) value.textContent = isEmpty ? "" : format(y[index]) + (smooth ? `, smoothed ${format(smooth[index])}` : "");
     }
   }
 
   words() {
     const at = this.cursorAt;
     if (at === null) return "";
-    return `${this.options.of} ${count(at)}: ` + this.series.filter(each => each.x.length).map(({label, x, y}) => `${label} ${this.options.format(y[nearest(x, at)])}`).join(", ");
+    return `${this.axis.words(at)}: ` + this.series.filter(each => each.x.length).map(({label, x, y}) => `${label} ${this.options.kind.format(y[nearest(x, at)])}`).join(", ");
   }
 
   // -- keys
@@ -260,7 +264,7 @@ export class Chart {
 
   zoom(factor) {
     const [low, high] = this.range(), middle = this.cursorAt ?? (low + high) / 2;
-    const wide = Math.max(4, (high - low) * factor);
+    const wide = Math.max(this.axis.least, (high - low) * factor);
     const start = Math.max(0, middle - wide * (middle - low) / (high - low));
     this.options.view.set([start, start + wide]);
   }
@@ -291,12 +295,12 @@ export class Chart {
     this.series.forEach(({x, y}, column) => x.forEach((at, index) => {
       if (at < low || at > high) return;
       if (!rows.has(at)) rows.set(at, new Array(this.series.length).fill(""));
-      rows.get(at)[column] = this.options.format(y[index]);
+      rows.get(at)[column] = this.options.kind.format(y[index]);
     }));
     const all = [...rows].sort((a, b) => a[0] - b[0]), every = Math.ceil(all.length / TABLE_ROWS);
     const kept = all.filter((_, index) => index % every === 0 || index === all.length - 1);
     const caption = `${this.options.title}: ${kept.length === all.length ? "all drawn points" : `${kept.length} of ${all.length} drawn points`}`;
-    this.numbers.replaceChildren(table(caption, [this.options.of, ...this.series.map(each => each.label)], kept.map(([at, values]) => [count(at), ...values])));
+    this.numbers.replaceChildren(table(caption, [this.axis.name, ...this.series.map(each => each.label)], kept.map(([at, values]) => [this.axis.format(at), ...values])));
   }
 
   redraw() { this.drawn?.redraw(false, true); }

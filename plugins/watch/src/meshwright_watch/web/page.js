@@ -1,9 +1,15 @@
 // The page: polls for new data every second, and draws the shown runs.
 
-import {h, fetchJson, colour, forgetColours, count, short, plain, seconds, bytes, percent, table} from "./dom.js";
-import {Chart, View} from "./chart.js";
+import {h, fetchJson, forgetColours, table} from "./dom.js";
+import {AXES, KINDS, count, plain, seconds} from "./numbers.js";
+import {Chart} from "./chart.js";
 import {Compare} from "./compare.js";
+import {divergences, marks} from "./marks.js";
 import {Ranks} from "./ranks.js";
+import {Run} from "./run.js";
+import {Settings} from "./settings.js";
+import {CHART_SPECS} from "./specs.js";
+import {names, runs, shown, view, query} from "./state.js";
 import {Timeline} from "./timeline.js";
 
 const EVERY_MS = 1000, RANKS_EVERY_MS = 2000, MANY_RANKS_EVERY_MS = 6000;
@@ -11,193 +17,15 @@ const byId = id => document.getElementById(id);
 const PARTS = [["data", "part-data"], ["forward_backward", "part-forward"], ["norms", "run-2"], ["clip", "part-clip"],
   ["read", "part-communication"], ["optimizer", "part-optimizer"],
   ["rest", "part-rest"], ["save", "part-save"], ["evaluation", "part-evaluation"]];
-const STATES = {running: "running", done: "done", failed: "failed", lost: "ended", stopped: "stopped", waiting: "waiting"};
 
-const view = new View();
-const runs = [];
 const panels = {};
-let divergences = new Map(), isPaused = false, isBusy = false, isStale = false, charts = [], drawnAt = 0;
-
-// -- charts of all shown runs
-
-const lines = (name, label) => run => run.series[name] ? [{label: label(run), colour: run.variable, ...run.series[name]}] : [];
-const only = run => run.state.name;
-
-// Draw checkpoints, restarts, faults and first differing steps; labels go into rows, so that they do not overlap.
-const marks = (u, hasLabels) => {
-  const rows = [];
-  const drawLabel = (text, x) => {
-    if (!hasLabels) return;
-    const wide = pen.measureText(text).width + 10 * ratio, isLeft = x + wide > bbox.left + bbox.width, from = isLeft ? x - wide : x;
-    let row = rows.findIndex(last => last.every(([low, high]) => from >= high || from + wide <= low));
-    if (row < 0) row = rows.push([]) - 1;
-    rows[row].push([from, from + wide]);
-    pen.textAlign = isLeft ? "right" : "left";
-    // An outline in the background colour keeps it readable over lines.
-    const ink = pen.strokeStyle;
-    pen.strokeStyle = colour("card");
-    pen.setLineDash([]);
-    pen.lineWidth = 4 * ratio;
-    pen.lineJoin = "round";
-    pen.strokeText(text, x + (isLeft ? -5 : 5) * ratio, bbox.top + (9 + 14 * row) * ratio);
-    pen.strokeStyle = ink;
-    pen.fillText(text, x + (isLeft ? -5 : 5) * ratio, bbox.top + (9 + 14 * row) * ratio);
-  };
-  const {ctx: pen, bbox} = u, {min, max} = u.scales.x, ratio = window.devicePixelRatio || 1;
-  const at = step => Math.round(u.valToPos(step, "x", true));
-  pen.save();
-  pen.font = `${11 * ratio}px system-ui, sans-serif`;
-  for (const run of shown()) { let before = -Infinity; for (const event of run.marks) {
-    if (event.step < min || event.step > max) continue;
-    const x = at(event.step), low = bbox.top + bbox.height;
-    pen.strokeStyle = pen.fillStyle = event.kind === "fault" ? colour("bad") : colour(run.variable);
-    pen.lineWidth = 1.4 * ratio;
-    if (event.kind === "checkpoint") {
-      // Skip triangles that would overlap.
-      if (x - before < 9 * ratio) continue;
-      before = x;
-      pen.beginPath();
-      pen.moveTo(x, low - 7 * ratio);
-      pen.lineTo(x - 4 * ratio, low);
-      pen.lineTo(x + 4 * ratio, low);
-      pen.fill();
-      continue;
-    }
-    pen.setLineDash(event.kind === "fault" ? [] : [4 * ratio, 3 * ratio]);
-    pen.beginPath();
-    pen.moveTo(x, bbox.top);
-    pen.lineTo(x, low);
-    pen.stroke();
-    drawLabel(event.kind, x);
-  } }
-  for (const [step, text] of divergences) {
-    pen.setLineDash([2 * ratio, 2 * ratio]);
-    if (step < min || step > max) continue;
-    const x = at(step);
-    pen.strokeStyle = pen.fillStyle = colour("text");
-    pen.lineWidth = 1.4 * ratio;
-    pen.beginPath();
-    pen.moveTo(x, bbox.top);
-    pen.lineTo(x, bbox.top + bbox.height);
-    pen.stroke();
-    drawLabel(text, x);
-  }
-  pen.restore();
-};
-
-const CHART_SPECS = [
-  {title: "Loss", about: "nats per token, or the unit of the objective", format: plain, labels: true, lines: run => [
-    ...lines("loss", only)(run),
-    ...names(run, "evaluations/").flatMap(name => lines(name, () => `${run.state.name}: ${name.slice(12).replaceAll("_", "-")}`)(run)
-      .map(each => ({...each, dots: run.series[name].count > 60 ? 4 : 7}))),
-  ], names: run => ["loss", ...names(run, "evaluations/")]},
-  {title: "Gradient norm", about: "before clipping", format: plain, lines: lines("grad_norm", only), names: () => ["grad_norm"]},
-  {title: "Learning rate", about: "by parameter group", format: plain, axisFormat: short, fromZero: true, lines: run => {
-    const groups = names(run, "learning_rates/");
-    return groups.length > 1 ? groups.slice(0, 6).flatMap((name, index) => lines(name, () => `${run.state.name}: ${name.slice(15)}`)(run).map(each => ({...each, dashed: index % 2 === 1})))
-      : lines("learning_rate", only)(run);
-  }, names: run => ["learning_rate", ...names(run, "learning_rates/").slice(0, 6)]},
-  {title: "Tokens per second", about: "of all ranks", format: short, fromZero: true, lines: lines("tokens_per_second", only), names: () => ["tokens_per_second"]},
-  {title: "Model FLOPs utilization", about: "fraction of the devices' peak", format: percent, fromZero: true, lines: lines("mfu", only), names: () => ["mfu"], needs: "mfu"},
-  {title: "Exposed communication", about: "of rank 0, in measured steps", format: seconds, axisFormat: seconds, fromZero: true,
-    lines: lines("times/exposed_communication", only), names: () => ["times/exposed_communication"], needs: "times/exposed_communication"},
-  {title: "Memory", about: "of rank 0; dashed: current", format: bytes, isBytes: true, fromZero: true, lines: run => {
-    const kind = run.state.names.includes("memory/allocated") ? "allocated" : "host";
-    return [...lines(`memory/${kind}_peak`, () => `${run.state.name}: ${kind}, peak`)(run),
-      ...lines(`memory/${kind}`, () => `${run.state.name}: ${kind}`)(run).map(each => ({...each, dashed: true}))];
-  }, names: run => names(run, "memory/"), needs: "memory/"},
-];
-const names = (run, prefix) => run.state.names.filter(name => name.startsWith(prefix));
-const shown = () => runs.filter(run => run.isShown);
-const span = () => view.range ? {from: Math.floor(view.range[0]), to: Math.ceil(view.range[1])} : {};
-const points = () => Math.max(300, Math.min(1600, Math.round(byId("panels").clientWidth)));
-
-// -- runs
-
-class Run {
-  constructor(index) {
-    this.index = index;
-    this.variable = `run-${index % 8}`;
-    this.isShown = true;
-    this.series = {};
-    this.split = {x: [], columns: {}};
-    this.marks = [];
-    this.events = [];
-    this.seen = {};
-    this.ranksAt = 0;
-    this.card = h("article", {class: "run", colour: `var(--${this.variable})`});
-  }
-
-  // The card of a run: a button that shows or hides it, its description, and its last values.
-  updateCard() {
-    const {state} = this, {last} = state;
-    if (!this.button) {
-      this.button = h("button", {type: "button", title: "show or hide this run", onclick: () => this.toggle()});
-      this.badge = h("span", {class: "badge"});
-      this.about = h("p", {class: "about"});
-      this.why = h("p", {class: "why"});
-      this.bar = h("progress", {"aria-label": "Completed steps"});
-      this.facts = h("dl", {class: "facts"});
-      this.note = h("p", {class: "note"});
-      this.card.append(h("h2", {}, this.button, this.badge), this.about, this.bar, this.why, this.facts, this.note);
-    }
-    this.button.textContent = state.name;
-    this.button.setAttribute("aria-pressed", this.isShown);
-    this.card.classList.toggle("hidden-run", !this.isShown);
-    this.badge.className = `badge ${state.state}`;
-    this.badge.textContent = STATES[state.state];
-    this.about.textContent = [state.strategy, state.mesh, state.world_size && `${count(state.world_size)} rank${state.world_size > 1 ? "s" : ""}`,
-      state.parameters && `${short(state.parameters)} parameters`, state.device].filter(Boolean).join(" · ") || state.directory;
-    this.about.title = state.directory;
-    this.why.textContent = ["failed", "lost", "waiting"].includes(state.state) ? state.reason : "";
-    this.why.hidden = !this.why.textContent;
-    this.bar.max = state.steps || Math.max(1, state.step);
-    this.bar.value = state.step;
-    const left = state.steps && state.state === "running" && last.seconds ? (state.steps - state.step) * last.seconds : null;
-    const facts = [["step", state.steps ? `${count(state.step)} / ${count(state.steps)}` : count(state.step)], ["loss", plain(last.loss)],
-      last.mfu !== undefined ? ["MFU", percent(last.mfu)] : ["tokens/s", short(last.tokens_per_second)], left !== null ? ["time left", seconds(left)] : ["step time", seconds(last.seconds)]];
-    this.facts.replaceChildren(...facts.flatMap(([name, value]) => [h("dt", {}, name), h("dd", {}, value)]));
-    const [read, size] = state.read;
-    this.note.textContent = [size - read > 1 << 20 && `reading: ${percent(read / size)}`, state.num_unreadable && `${count(state.num_unreadable)} lines of metrics cannot be read and are skipped`,
-      state.has_omitted_columns && "some columns are not shown"].filter(Boolean).join("; ");
-    this.note.hidden = !this.note.textContent;
-  }
-
-  toggle() {
-    this.isShown = !this.isShown;
-    this.updateCard();
-    refresh({all: true});
-  }
-
-  async load() {
-    const {state} = this, wanted = [...new Set(CHART_SPECS.flatMap(spec => spec.names(this)))].filter(name => state.names.includes(name));
-    const parts = names(this, "times/"), own = {run: this.index, points: points(), ...span()}, norms = names(this, "norms/");
-    const [series, split, blocks] = await Promise.all([
-      fetchJson("series", {...own, name: wanted}),
-      fetchJson("series", {...own, points: Math.round(points() / 2), by: "seconds", name: ["seconds", ...parts]}),
-      norms.length ? fetchJson("series", {...own, points: 300, name: norms.slice(0, 400)}) : {},
-    ]);
-    this.series = series;
-    this.split = split;
-    this.blocks = blocks;
-  }
-
-  async loadEvents() {
-    this.events = await fetchJson("events", {run: this.index});
-    this.marks = [];
-    for (const event of this.events) {
-      if (event.event === "checkpoint") this.marks.push({kind: "checkpoint", step: event.step});
-      if (event.event === "fault") this.marks.push({kind: "fault", step: event.step});
-      if (event.event === "start" && event.start_step > 0) this.marks.push({kind: "restart", step: event.start_step});
-    }
-  }
-}
+let isPaused = false, isBusy = false, isStale = false, charts = [], drawnAt = 0;
 
 // -- panels of each run
 
 const own = (run, what, make) => (run.own ??= {})[what] ??= make();
 
-const splitOf = run => own(run, "split", () => new Chart({title: "Time of a step", about: run.state.name, swatch: `var(--${run.variable})`, format: seconds, axisFormat: seconds, view, stacked: true, hides: ["evaluation"]}));
+const splitOf = run => own(run, "split", () => new Chart({title: "Time of a step", about: run.state.name, y: "time", swatch: `var(--${run.variable})`, kind: KINDS.seconds, view, stacked: true, hides: ["evaluation"]}));
 const drawSplit = run => {
   const {x, columns} = run.split, found = name => columns[`times/${name}`];
   const series = [];
@@ -209,7 +37,7 @@ const drawSplit = run => {
   }
   splitOf(run).update(series);
 };
-const normsOf = run => own(run, "norms", () => new Chart({title: "Gradient norms by block", about: run.state.name, swatch: `var(--${run.variable})`, format: plain, axisFormat: short, view, log: true}));
+const normsOf = run => own(run, "norms", () => new Chart({title: "Gradient norms by block", about: run.state.name, y: "gradient norm", swatch: `var(--${run.variable})`, view, log: true}));
 const drawNorms = run => {
   const blocks = Object.entries(run.blocks).filter(([, each]) => each.x.length);
   blocks.forEach((_, index) => shade(`block-${run.index}-${index}`, index, blocks.length));
@@ -232,7 +60,11 @@ const panel = (id, title, about) => {
 };
 
 const build = () => {
-  panels.compare = new Compare(view, found => { divergences = found; CHART_SPECS.forEach(spec => spec.chart.redraw()); });
+  panels.compare = new Compare(view, query, found => {
+    divergences.clear();
+    found.forEach((text, step) => divergences.set(step, text));
+    CHART_SPECS.forEach(spec => spec.chart.redraw());
+  });
   if (runs.length > 1) {
     byId("panels").append(panels.compare.element);
     byId("nav").append(h("a", {href: "#compare"}, "Side by side"));
@@ -242,12 +74,29 @@ const build = () => {
     spec.chart = new Chart({...spec, view, marks});
     panels.steps.grid.append(spec.chart.element);
   }
+  panels.steps.about = panels.steps.element.querySelector("p");
+  panels.steps.note = h("p", {role: "status"});
+  panels.steps.grid.before(panels.steps.note);
   panels.time = panel("time", "Time", "Seconds of rank 0 by phase. Of many steps, the fastest and slowest of neighboring steps are shown.");
   panels.norms = panel("norms", "Blocks", "Gradient norms by block, in measured steps.");
   panels.ranks = panel("ranks", "Ranks", "Memory and seconds of each rank over its last steps.");
   panels.ranks.grid.classList.add("pairs");
   panels.pipeline = panel("pipeline", "Pipeline", "What each rank computes when. Numbers are micro-batches; stages after the rank's first are paler.");
+  panels.settings = panel("settings", "Settings", "Of the run file, with the defaults where they differ.");
+  panels.settings.grid.classList.add("pairs");
   panels.events = panel("events", "Events");
+};
+
+// What to draw when there is nothing to draw yet.
+const explainEmpty = visible => {
+  if (!visible.length) return "All runs are hidden: select one above.";
+  return visible.some(run => run.state.names.length) ? "" : "No steps yet. The charts appear when the first step has ended.";
+};
+const explainEvaluations = visible => {
+  if (visible.some(run => names(run, "evaluations/").length)) return "";
+  const every = visible.map(run => run.state.eval_every).filter(Boolean);
+  return every.length ? `No evaluation yet: the first is after step ${count(Math.min(...every))}.`
+    : visible.some(run => run.state.has_settings) ? "No evaluations: the run file does not set eval.every." : "";
 };
 
 const showCards = ({element, grid, link}, cards) => {
@@ -266,8 +115,11 @@ const yieldToBrowser = async () => {
 const draw = async () => {
   const visible = shown();
   drawingSince = performance.now();
+  const empty = explainEmpty(visible);
+  panels.steps.note.textContent = empty || explainEvaluations(visible);
+  for (const element of [panels.steps.about, panels.steps.grid, byId("view")]) element.hidden = Boolean(empty);
   for (const spec of CHART_SPECS) {
-    const has = !spec.needs || visible.some(run => names(run, spec.needs).length);
+    const has = !empty && (!spec.needs || visible.some(run => names(run, spec.needs).length));
     spec.chart.element.hidden = !has;
     if (has) spec.chart.update(visible.flatMap(run => spec.lines(run)));
     await yieldToBrowser();
@@ -279,6 +131,7 @@ const draw = async () => {
   for (const run of normed) { drawNorms(run); await yieldToBrowser(); }
   showCards(panels.ranks, visible.filter(run => run.own?.ranks?.found?.ranks.length).flatMap(run => run.own.ranks.elements));
   showCards(panels.pipeline, visible.filter(run => run.own?.timeline?.found).map(run => run.own.timeline.element));
+  showCards(panels.settings, visible.filter(run => run.own?.settings?.found).map(run => run.own.settings.element));
   drawEvents(visible);
   charts = [...CHART_SPECS.map(spec => spec.chart), panels.compare.chart,
     ...runs.flatMap(run => Object.values(run.own || {}).flatMap(each => each.charts ? each.charts() : [each]))];
@@ -310,7 +163,7 @@ const poll = async () => {
     try {
       const found = await fetchJson("state");
       more = found.more;
-      if (!runs.length) { found.runs.forEach((_, index) => runs.push(new Run(index))); byId("runs").replaceChildren(...runs.map(run => run.card)); runs.forEach((run, index) => run.state = found.runs[index]); build(); }
+      if (!runs.length) { found.runs.forEach((_, index) => runs.push(new Run(index, () => refresh({all: true}).catch(console.error)))); byId("runs").replaceChildren(...runs.map(run => run.card)); runs.forEach((run, index) => run.state = found.runs[index]); build(); }
       found.runs.forEach((state, index) => { runs[index].state = state; runs[index].updateCard(); });
       document.title = runs.map(run => run.state.name).join(", ") + " · meshwright watch";
       live(found.runs.some(run => run.state === "running") ? "live" : "no run is active");
@@ -336,7 +189,7 @@ const refresh = async ({all = false}) => {
     let again = all;
     do {
       isStale = false;
-      const visible = shown();
+      const visible = shown(), {axis} = view;
       const news = visible.filter(run => again || run.seen.metrics !== run.state.versions.metrics);
       await Promise.all(visible.flatMap(run => {
         const {versions} = run.state, jobs = [];
@@ -345,7 +198,7 @@ const refresh = async ({all = false}) => {
         if (run.state.has_ranks && Date.now() - run.ranksAt > ((run.state.world_size || 1) > 64 ? MANY_RANKS_EVERY_MS : RANKS_EVERY_MS) && (run.state.state === "running" || !run.ranksAt)) {
           run.ranksAt = Date.now();
           jobs.push(fetchJson("ranks", {run: run.index}).then(found => {
-            const ranks = own(run, "ranks", () => new Ranks(run, `var(--${run.variable})`, run.state.name, view, () => ({points: points(), ...span()})));
+            const ranks = own(run, "ranks", () => new Ranks(run, `var(--${run.variable})`, run.state.name, view, query));
             ranks.update(found);
             return ranks.load();
           }));
@@ -354,9 +207,16 @@ const refresh = async ({all = false}) => {
           run.seen.timeline = versions.timeline;
           jobs.push(loadTimeline(run));
         }
+        if (run.state.has_settings && run.seen.settings !== versions.settings) {
+          run.seen.settings = versions.settings;
+          jobs.push(fetchJson("settings", {run: run.index}).then(found =>
+            own(run, "settings", () => new Settings(`var(--${run.variable})`, run.state.name)).update(found)));
+        }
         return jobs;
       }));
       if (news.length || again || !panels.isDrawn) await panels.compare.update(visible);
+      // Do not draw lines of one x axis over another.
+      if (axis !== view.axis) { again = isStale = true; continue; }
       panels.isDrawn = true;
       await draw();
       again = true;
@@ -372,6 +232,8 @@ const loadTimeline = async run => {
 let waiting = null;
 view.listeners.push(async range => {
   byId("all").hidden = !range;
+  byId("axis").value = view.axis.name;
+  byId("weight").textContent = view.smoothing ? view.smoothing.toFixed(2) : "off";
   clearTimeout(waiting);
   waiting = setTimeout(() => refresh({all: true}).catch(console.error), 120);
   for (const chart of charts) {
@@ -381,6 +243,11 @@ view.listeners.push(async range => {
   }
 });
 byId("all").addEventListener("click", () => view.set(null));
+byId("axis").addEventListener("change", event => view.set(null, AXES[event.target.value]));
+byId("smoothing").addEventListener("input", event => {
+  view.smoothing = Number(event.target.value);
+  view.set(view.range);
+});
 
 // -- theme and keys
 

@@ -1,9 +1,10 @@
 // Memory and seconds by rank of one run, stragglers, and the history of one rank.
 
-import {h, fetchJson, bytes, seconds, table, count} from "./dom.js";
+import {h, fetchJson, table} from "./dom.js";
+import {KINDS, count, seconds} from "./numbers.js";
 import {Chart} from "./chart.js";
 
-const KINDS = {
+const MEMORY = {
   allocated_peak: "allocated, peak", allocated: "allocated", reserved_peak: "reserved, peak", reserved: "reserved",
   host_peak: "host, peak", host: "host",
 };
@@ -20,13 +21,12 @@ export class Ranks {
     this.kind = null;
     this.parts = h("select", {"aria-label": "Phase of the step", onchange: () => { this.part = this.parts.value; this.show(); }});
     this.kinds = h("select", {"aria-label": "Kind of memory", onchange: () => { this.kind = this.kinds.value; this.show(); }});
-    this.time = new Chart({title: "Seconds by rank", about: names, of: "rank", format: seconds, axisFormat: seconds, swatch, tools: [this.parts], fromZero: true});
-    this.memory = new Chart({title: "Memory by rank", about: names, of: "rank", format: bytes, axisFormat: bytes, swatch, tools: [this.kinds], bars: true, isBytes: true});
+    this.time = new Chart({title: "Seconds by rank", about: names, y: "time of a step", kind: KINDS.seconds, swatch, tools: [this.parts], fromZero: true});
+    this.memory = new Chart({title: "Memory by rank", about: names, y: "memory", kind: KINDS.bytes, swatch, tools: [this.kinds], bars: true});
     this.which = h("input", {type: "number", min: 0, "aria-label": "Rank to show over its steps",
       onchange: () => this.choose(this.which.value === "" ? null : Number(this.which.value))});
     this.columns = h("select", {"aria-label": "Metric of the rank", onchange: () => { this.column = this.columns.value; this.showRank(); }});
-    const format = value => (this.column.startsWith("memory/") ? bytes : seconds)(value);
-    this.one = new Chart({title: "One rank over its steps", about: names, format, axisFormat: format, view, swatch, tools: [this.which, this.columns],
+    this.one = new Chart({title: "One rank over its steps", about: names, kind: KINDS.seconds, view, swatch, tools: [this.which, this.columns],
       fromZero: true, empty: "enter the number of a rank"});
     this.one.element.classList.add("wide");
     this.columns.hidden = true;
@@ -44,18 +44,18 @@ export class Ranks {
 
   update(found) {
     this.found = found;
-    const kinds = Object.keys(KINDS).filter(kind => kind in found.memory);
+    const kinds = Object.keys(MEMORY).filter(kind => kind in found.memory);
     if (!kinds.includes(this.kind)) this.kind = kinds[0];
     const parts = Object.keys(found.parts);
     if (!parts.includes(this.part)) this.part = found.stragglers[0]?.phase ?? parts[0];
-    this.fill(this.kinds, kinds, this.kind, kind => KINDS[kind]);
+    this.fill(this.kinds, kinds, this.kind, kind => MEMORY[kind]);
     this.fill(this.parts, parts, this.part, words);
     this.show();
   }
 
   show() {
     const {found} = this, ranks = found.ranks;
-    if (this.kind) this.memory.update([{label: KINDS[this.kind], colour: "run-0", x: ranks, y: found.memory[this.kind]}]);
+    if (this.kind) this.memory.update([{label: MEMORY[this.kind], colour: "run-0", x: ranks, y: found.memory[this.kind]}]);
     const part = found.parts[this.part], slow = found.stragglers.filter(each => each.phase === this.part);
     if (part) {
       const many = ranks.length > 64;
@@ -101,6 +101,8 @@ export class Ranks {
     const names = Object.keys(this.history);
     this.columns.hidden = !names.length;
     if (names.length && !names.includes(this.column)) this.column = names[0];
+    const isMemory = this.column.startsWith("memory/");
+    Object.assign(this.one.options, {kind: isMemory ? KINDS.bytes : KINDS.seconds, y: isMemory ? "memory" : "time"});
     this.fill(this.columns, names, this.column, name => words(name.replace("times/", "").replace("memory/", "memory: ")));
     this.one.update(names.length ? [{label: `rank ${count(this.rank)}: ${this.columns.selectedOptions[0].textContent}`, colour: "run-0", ...this.history[this.column]}] : []);
   }

@@ -1,6 +1,7 @@
 // The timeline of a pipeline in one step: what each rank computes when, as measured and as scheduled.
 
-import {h, colour, seconds, percent, table, count} from "./dom.js";
+import {h, colour, table} from "./dom.js";
+import {KINDS as UNITS, count, percent, roundNumbers, seconds} from "./numbers.js";
 
 const KINDS = {F: "forward", B: "backward", I: "backward, input", W: "backward, weight"};
 const LEFT = 118, ROW = 24, GAP = 4, HEAD = 26;
@@ -108,10 +109,10 @@ export class Timeline {
     pen.fillStyle = colour("quiet");
     pen.font = `11px ${family}`;
     const bottom = (rows.at(-1)?.y ?? 0) + ROW + 14, measured = this.found.measured.length;
-    for (let part = 0; part <= 4; part++) {
-      pen.textAlign = part === 0 ? "left" : part === 4 ? "right" : "center";
-      const at = this.end * part / 4;
-      pen.fillText(measured ? seconds(at) : at.toFixed(1), LEFT + wide * part / 4, bottom);
+    for (const [at, text] of roundNumbers(measured ? UNITS.seconds : UNITS.plain, this.end, Math.max(1, wide / 80))) {
+      const half = pen.measureText(text).width / 2, x = LEFT + wide * at / this.end;
+      pen.textAlign = "center";
+      pen.fillText(text, Math.min(x, width - half), bottom);
     }
     this.said.textContent = this.cursor ? this.words() : this.summary;
   }
