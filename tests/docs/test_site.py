@@ -17,7 +17,7 @@ import reference
 import meshwright
 import meshwright.plugin
 import meshwright.testing
-from meshwright.base import errors
+from meshwright.base import docs, errors
 from meshwright.base.errors import MeshwrightError, format_error
 from meshwright.base.lazy import read_stub_names
 
@@ -57,15 +57,40 @@ def test_the_reference_has_every_name_that_is_exported() -> None:
 
 
 @pytest.mark.parametrize("cls", CLASSES, ids=lambda cls: cls.__name__)
-def test_each_class_of_errors_leads_to_its_section(cls: type[MeshwrightError]) -> None:
+def test_each_class_of_errors_leads_to_its_section(cls: type[MeshwrightError], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(docs.SITE_URL_VARIABLE, "https://docs.example/")
     last = format_error(cls("no such thing")).splitlines()[-1]
-    assert (path := re.fullmatch(r"see (\S+)#(\w+)", last)) is not None
-    assert (ROOT / path[1]) == TROUBLESHOOTING
+    assert (path := re.fullmatch(r"see https://docs.example/(\S+).html#(\w+)", last)) is not None
+    assert (ROOT / "docs" / f"{path[1]}.md") == TROUBLESHOOTING
     headings = re.findall(r"^## (\w+)$", TROUBLESHOOTING.read_text(encoding="utf-8"), flags=re.MULTILINE)
     assert cls.__name__ in headings
     assert path[2] == cls.__name__.lower()
     # One of a class of one room leads to the class that it derives from.
     assert format_error(type("OwnError", (cls,), {})("x")).endswith(f"#{path[2]}")
+
+
+def test_without_an_address_links_lead_to_the_clone(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.delenv(docs.SITE_URL_VARIABLE, raising=False)
+    monkeypatch.setattr(docs, "SITE_URL", "")
+    monkeypatch.setattr(docs, "_CLONE", tmp_path)
+    assert docs.format_docs_link("a/b.md", "c") == "docs/a/b.md#c in a clone of meshwright"
+    for file in (tmp_path / "docs" / "a" / "b.md", tmp_path / "build" / "site" / "a" / "b.html"):
+        file.parent.mkdir(parents=True)
+        file.touch()
+        assert docs.format_docs_link("a/b.md", "c") == f"{file.as_uri()}#c"
+    monkeypatch.setattr(docs, "SITE_URL", "https://docs.example/v1/")
+    assert docs.format_docs_link("a/b.md", "c") == "https://docs.example/v1/a/b.html#c"
+    monkeypatch.setenv(docs.SITE_URL_VARIABLE, "https://other\x1b[2J")
+    assert "\x1b" not in format_error(MeshwrightError("x"))
+
+
+def test_links_from_messages_lead_to_pages() -> None:
+    found = set()
+    for path in [*ROOT.glob("core/meshwright/**/*.py"), *ROOT.glob("plugins/*/src/**/*.py")]:
+        found |= {*re.findall(r"""format_docs_link\(["']([^"']+)""", path.read_text(encoding="utf-8"))}
+        found |= {*re.findall(r"\bdocs/([a-z/_-]+\.md)", path.read_text(encoding="utf-8"))}
+    assert len(found) > 10
+    assert [page for page in sorted(found) if not (ROOT / "docs" / page).is_file()] == []
 
 
 def texts_of_sources() -> list[str]:

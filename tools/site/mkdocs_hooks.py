@@ -12,8 +12,11 @@ from mkdocs.config.defaults import MkDocsConfig
 from mkdocs.structure.files import File, Files, InclusionLevel
 from mkdocs.structure.pages import Page
 
+from meshwright.base.docs import get_site_url
+
 
 def on_config(config: MkDocsConfig) -> MkDocsConfig:
+    config.site_url = get_site_url()
     config.nav = navigation.expand_navigation(config.nav, [*navigation.find_docs_pages(), *reference.render_pages()])
     return config
 

@@ -10,6 +10,8 @@ import difflib
 import traceback
 from collections.abc import Iterable
 
+from .docs import format_docs_link
+
 
 class MeshwrightError(Exception):
     """Base class of all errors. Its message is shown to the user without a traceback."""
@@ -103,7 +105,8 @@ def format_error(error: MeshwrightError) -> str:
     """Return an error's message, with a link to the documentation of its class."""
     # Subclasses that are defined elsewhere are documented under their base class in this module.
     known = next(cls for cls in type(error).__mro__ if cls.__module__ == __name__)
-    return f"error: {error}\nsee docs/troubleshooting.md#{known.__name__.lower()}"
+    link = format_docs_link("troubleshooting.md", known.__name__.lower())
+    return f"error: {error}\nsee {escape_unprintable(link)}"
 
 
 def format_exception_only(error: BaseException) -> str:
