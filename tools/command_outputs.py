@@ -32,24 +32,28 @@ class Example:
         shown: number of lines that the page shows from the beginning and from the end of the output.
         stdin: input of the command.
         is_server: whether the command runs until it is interrupted.
+        exit_code: what the command ends with, except for a server.
     """
 
     words: str
     shown: tuple[int, int] = (12, 0)
     stdin: str = ""
     is_server: bool = False
+    exit_code: int = 0
 
 
-SETUP = "train run.yaml --set optimizer.lr=2e-3 --set output_dir=runs/b --set profile.steps=[15]"
+SETUP = "train run.yaml --set optimizer.lr=2e-3 --set output_dir=runs/b --set profile.steps=[15,15]"
 """Makes the second run of the commands that compare two."""
 EXAMPLES = {
-    "init": Example("init run.yaml --yes --devices 2 --steps 20"),
-    "train": Example("train run.yaml --set checkpoint.every=10 --set profile.steps=[15] --set output_dir=runs/a"),
+    "init": Example("init run.yaml --yes --devices 2 --strategy fsdp2 --steps 20"),
+    "train": Example("train run.yaml --set checkpoint.every=10 --set profile.steps=[15,15] --set output_dir=runs/a"),
     "strategies": Example("strategies", (7, 0)),
     "schema": Example("schema", (8, 1)),
-    "plan": Example("plan run.yaml --world 64 --device h100-80gb --set batch_size=512"),
+    "plan": Example("plan run.yaml --world 64 --device h100-80gb --set batch_size=512", (7, 1)),
     "explain": Example("explain run.yaml --world 8 --set tp_size=2"),
-    "launch": Example("launch run.yaml --to slurm --nodes 2 --gpus-per-node 8 --set batch_size=512 --dry-run", (14, 0)),
+    "launch": Example(
+        "launch run.yaml --to slurm --nodes 2 --gpus-per-node 8 --set output_dir=/shared/runs/a --dry-run", (14, 0)
+    ),
     "pipeline show": Example("pipeline show run.yaml --set pp_size=2"),
     "data show": Example("data show run.yaml --rows 1"),
     "checkpoint show": Example("checkpoint show runs/a/checkpoints"),
@@ -58,7 +62,7 @@ EXAMPLES = {
     "eval": Example("eval runs/a --max-sequences 32"),
     "chat": Example("chat runs/a --temperature 0 --max-new-tokens 8", (4, 0), stdin="def main\n"),
     "replay": Example("replay runs/a --step 15"),
-    "diff": Example("diff runs/a runs/b --no-replay"),
+    "diff": Example("diff runs/a runs/b --no-replay", exit_code=1),
     "profile show": Example("profile show runs/a --rows 3"),
     "profile compare": Example("profile compare runs/a runs/b --rows 3"),
     "doctor": Example("doctor", (6, 0)),
@@ -94,6 +98,8 @@ def _run(example: Example, directory: Path) -> str:
         first = process.stdout.readline()
         process.send_signal(signal.SIGINT)
     text, _ = process.communicate(example.stdin, timeout=900)
+    if process.returncode != example.exit_code and not example.is_server:
+        raise RuntimeError(f"meshwright {example.words} ended with {process.returncode}:\n{text}")
     text = (first + text).replace(str(directory), ".")
     lines = [re.sub(r"token=[\w-]+", "token=...", line.rstrip()) for line in text.splitlines()]
     return "\n".join(lines).strip("\n")
