@@ -46,13 +46,15 @@ SETUP = "train run.yaml --set optimizer.lr=2e-3 --set output_dir=runs/b --set pr
 """Makes the second run of the commands that compare two."""
 EXAMPLES = {
     "init": Example("init run.yaml --yes --devices 2 --strategy fsdp2 --steps 20"),
-    "train": Example("train run.yaml --set checkpoint.every=10 --set profile.steps=[15,15] --set output_dir=runs/a"),
+    "train": Example(
+        "train run.yaml --set checkpoint.every=10 --set profile.steps=[15,15] --set output_dir=runs/a", (6, 2)
+    ),
     "strategies": Example("strategies", (7, 0)),
     "schema": Example("schema", (8, 1)),
     "plan": Example("plan run.yaml --world 64 --device h100-80gb --set batch_size=512", (7, 1)),
     "explain": Example("explain run.yaml --world 8 --set tp_size=2"),
     "launch": Example(
-        "launch run.yaml --to slurm --nodes 2 --gpus-per-node 8 --set output_dir=/shared/runs/a --dry-run", (14, 0)
+        "launch run.yaml --to slurm --nodes 2 --gpus-per-node 2 --set output_dir=/shared/a --dry-run", (14, 0)
     ),
     "pipeline show": Example("pipeline show run.yaml --set pp_size=2"),
     "data show": Example("data show run.yaml --rows 1"),

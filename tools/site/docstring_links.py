@@ -1,7 +1,7 @@
 """Links in the docstrings of the reference: to other names, to notes and to pages.
 
-Sources say "see [Note: one timeout]", "see `meshwright.step.handshake.count_tokens`" and "see docs/guides/checkpoints.md",
-which lead somewhere in an editor. On the site, they become links.
+Sources say "see [Note: one timeout]", "see `meshwright.step.handshake.count_tokens`" and "see docs/guides/pretrain.md".
+On the site, these become links.
 """
 
 from __future__ import annotations

@@ -151,6 +151,7 @@ def _format_alternative(value: Mapping[str, Any], schema: Mapping[str, Any]) -> 
     if kind == "object" and isinstance(inner := value.get("additionalProperties"), Mapping) and inner:
         return f"mapping of names to {format_type(inner, schema)}"
     word = _WORDS.get(str(kind), "any")
+    value = {key: each for key, each in value.items() if key != "exclusiveMinimum" or "minimum" not in value}
     limits = [
         f"{sign} {_format_value(value[key])}"
         for key, sign in (("minimum", "≥"), ("exclusiveMinimum", ">"), ("maximum", "≤"), ("exclusiveMaximum", "<"))
