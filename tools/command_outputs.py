@@ -65,11 +65,11 @@ EXAMPLES = {
     "chat": Example("chat runs/a --temperature 0 --max-new-tokens 8", (4, 0), stdin="def main\n"),
     "replay": Example("replay runs/a --step 15"),
     "diff": Example("diff runs/a runs/b --no-replay", exit_code=1),
-    "profile show": Example("profile show runs/a --rows 3"),
-    "profile compare": Example("profile compare runs/a runs/b --rows 3"),
+    "profile show": Example("profile show runs/a --rows 3", (5, 0)),
+    "profile compare": Example("profile compare runs/a runs/b --rows 3", (6, 0)),
     "doctor": Example("doctor", (6, 0)),
     "check": Example("check ddp --ranks 2", (6, 3)),
-    "watch": Example("watch runs/a --no-browser", is_server=True),
+    "watch": Example("watch runs/a --no-browser", (1, 0), is_server=True),
 }
 """An example of each command, in the order in which they run."""
 
@@ -102,15 +102,23 @@ def _run(example: Example, directory: Path) -> str:
     text, _ = process.communicate(example.stdin, timeout=900)
     if process.returncode != example.exit_code and not example.is_server:
         raise RuntimeError(f"meshwright {example.words} ended with {process.returncode}:\n{text}")
-    text = (first + text).replace(str(directory), ".")
+    # A server that is interrupted while it starts may print more.
+    text = (first if example.is_server else text).replace(str(directory), ".")
     lines = [re.sub(r"token=[\w-]+", "token=...", line.rstrip()) for line in text.splitlines()]
     return "\n".join(lines).strip("\n")
+
+
+def shorten(output: str, first: int, last: int) -> list[str]:
+    """Return the first and last lines of an output, with `...` in place of the others."""
+    lines = output.splitlines()
+    return lines if len(lines) <= first + last + 1 else [*lines[:first], "...", *lines[len(lines) - last :]]
 
 
 def main() -> None:
     with tempfile.TemporaryDirectory() as directory:
         found = record_outputs(Path(directory).resolve())
-    RESULTS.write_text(json.dumps(found, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
+    shown = {name: shorten(found[name], *example.shown) for name, example in EXAMPLES.items()}
+    RESULTS.write_text(json.dumps(shown, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
 
 
 if __name__ == "__main__":

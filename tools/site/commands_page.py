@@ -74,7 +74,7 @@ def _find_group(name: str) -> str:
     return panel if isinstance(panel, str) else ""
 
 
-def _render_command(name: str, command: Any, outputs: Mapping[str, str], *, level: str) -> Iterator[str]:
+def _render_command(name: str, command: Any, outputs: Mapping[str, list[str]], *, level: str) -> Iterator[str]:
     if name not in outputs:
         raise KeyError(f"{RESULTS.relative_to(ROOT)} has no output of {name!r}. Add it to tools/command_outputs.py.")
     text, _, examples = inspect.cleandoc(command.help or "").partition("\b\nExamples:\n")
@@ -90,8 +90,7 @@ def _render_command(name: str, command: Any, outputs: Mapping[str, str], *, leve
     # Arguments first, as in the help.
     for each in sorted(parameters, key=lambda each: bool(each.param_type_name != "argument")):
         yield _render_parameter(each)
-    example = EXAMPLES[name]
-    yield from ("", "```text", f"$ meshwright {example.words}", *shorten(outputs[name], *example.shown), "```")
+    yield from ("", "```text", f"$ meshwright {EXAMPLES[name].words}", *outputs[name], "```")
 
 
 def _format_argument(parameter: Any) -> str:
@@ -127,12 +126,6 @@ def _find_types(annotation: Any) -> Iterator[Any]:
             yield from _find_types(each)
     else:
         yield annotation
-
-
-def shorten(output: str, first: int, last: int) -> list[str]:
-    """Return the first and last lines of an output, with `...` in place of the others."""
-    lines = output.splitlines()
-    return lines if len(lines) <= first + last + 1 else [*lines[:first], "...", *lines[len(lines) - last :]]
 
 
 def _escape(text: str) -> str:
