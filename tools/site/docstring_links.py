@@ -17,9 +17,9 @@ from links import DOCS
 
 NOTES_PAGE = "notes"
 _NOTE = re.compile(r"^[ \t]*\[Note: ([^\]]+)\] (.*?)(?=^[ \t]*\[Note: |\Z)", flags=re.MULTILINE | re.DOTALL)
-_NOTE_REFERENCE = re.compile(r"\[Note: ([^\]]+)\](?!\[)(?: in `[\w.]+`)?")
+_NOTE_REFERENCE = re.compile(r"\[Note:\s+([^\]]+)\](?:\s+in\s+`[\w.]+`)?")
 _NAME = re.compile(r"(?<!\[)`([A-Za-z_][\w.]*)`")
-_PAGE = re.compile(r"\bdocs/([a-z/_-]+)\.md\b")
+_PAGE = re.compile(r"\bdocs/([a-z0-9/_-]+)\.md\b")
 
 
 class DocstringLinks(griffe.Extension):
@@ -32,23 +32,22 @@ class DocstringLinks(griffe.Extension):
 
 def add_links(text: str) -> str:
     """Return a docstring with links; examples, which are indented or begin with >>>, are as they were."""
-    lines = text.split("\n")
+    lines = _NOTE_REFERENCE.sub(_link_note, text).split("\n")
     return "\n".join(line if line.lstrip().startswith((">>>", "```")) else _add_links_to_line(line) for line in lines)
 
 
-def _add_links_to_line(line: str) -> str:
-    def link_note(match: re.Match[str]) -> str:
-        return (
-            f"[note: {match[1]}]({NOTES_PAGE}.md#{anchor})"
-            if (anchor := _anchor_of_note(match[1]))
-            else f"note: {match[1]}"
-        )
+def _link_note(match: re.Match[str]) -> str:
+    title = " ".join(match[1].split())
+    anchor = _anchor_of_note(title)
+    return f"[note: {title}]({NOTES_PAGE}.md#{anchor})" if anchor else f"note: {title}"
 
+
+def _add_links_to_line(line: str) -> str:
     def link_name(match: re.Match[str]) -> str:
         path = find_public_paths().get(match[1]) or find_public_paths().get(_without_modules(match[1]))
         return f"[`{path.partition('.')[2] if path else match[1]}`][{path}]" if path else match[0]
 
-    line = _NAME.sub(link_name, _NOTE_REFERENCE.sub(link_note, line))
+    line = _NAME.sub(link_name, line)
     return _PAGE.sub(lambda match: f"[{_read_title(match[1])}](../../{match[1]}.md)", line)
 
 

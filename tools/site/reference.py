@@ -35,7 +35,7 @@ MOST_USED = ("from_pretrained", "from_config", "fit", "Loop", "train", "load_run
 """Names with which scripts begin: the first of their page and of the index."""
 CLASSES_WITH_METHODS = ("StrategyManager", "Mesh", "World", "Checkpointer")
 """Classes that users call: the index lists their methods, too."""
-_NOTE_REFERENCE = re.compile(r"[;,:.]? [Ss]ee \[Note: [^\]]+\](?: in `[\w.]+`)?")
+_NOTE_REFERENCE = re.compile(r"[;,:.]? [Ss]ee (?:\[Note: [^\]]+\](?: in `[\w.]+`)?|docs/[\w/-]+\.md)")
 INDEX_HEADER = """# Python API
 
 Each public name, with what it is. Shapes, dtypes, units and errors are where the name leads. Tasks are in
