@@ -159,8 +159,8 @@ SEARCHES = {
     "ZeRO": "guides/choose-a-layout.html",
     "HSDP": "guides/choose-a-layout.html",
     "resume": "guides/checkpoints.html",
-    "chat": "reference/cli.html",
-    "eval": "reference/cli.html",
+    "chat": "reference/chat-data.html",
+    "eval": "guides/python-api.html",
     "DPO": "reference/objectives.html",
     "install": "get-started/install.html",
 }

@@ -23,7 +23,6 @@ SEARCH_BOOSTS = {
     "tutorials": 4.0,
     "troubleshooting": 4.0,
     "reference/run-file": 1.0,
-    "reference/cli": 6.0,
     "reference/api/": 0.25,
     "reference/proofs/": 0.25,
     "reference/": 2.0,
