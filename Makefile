@@ -66,9 +66,9 @@ types: .venv/installed
 	$(BIN)/mypy
 	MYPYPATH=tests $(BIN)/mypy tests/support/buggy_strategies.py  # strategies of users override the same methods
 
-# The site, into build/site; a link that leads nowhere is an error.
+# The site, into build/site; a link that leads nowhere is an error (but not with --quiet, which hides warnings).
 docs: .venv/installed
-	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --quiet
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build
 
 check: lint types test
 

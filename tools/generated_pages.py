@@ -344,6 +344,14 @@ def render_reference_index() -> str:
     return str(load_script("tools/site/reference.py").render_index())
 
 
+def render_run_file() -> str:
+    return str(load_script("tools/site/run_file_page.py").render())
+
+
+def render_commands() -> str:
+    return str(load_script("tools/site/commands_page.py").render())
+
+
 def render_front_page() -> str:
     """The pages of the site, into docs/index.md."""
     lines: list[str] = []
@@ -382,9 +390,11 @@ PAGE_RENDERERS: dict[str, Callable[[], str]] = {
     "reference/proofs/performance.md": render_performance,
     "reference/plan.md": render_plans,
     "reference/api/README.md": render_reference_index,
+    "reference/cli.md": render_commands,
     "reference/proofs/planted-bugs.md": render_planted_bugs,
     "reference/proofs/trainer-arguments.md": render_trainer_arguments,
     "reference/proofs/versions.md": render_versions,
+    "reference/run-file.md": render_run_file,
     "reference/proofs/weight-decay.md": render_weight_decay,
 }
 """Each page, and what makes it as it should be."""

@@ -15,6 +15,7 @@ from ._compat.torch import record_if_profiling as record_if_profiling
 from ._compat.torch import reduce_scatter_single as reduce_scatter_single
 from ._compat.transformers import disable_remote_code_prompt as disable_remote_code_prompt
 from ._compat.transformers import render_with_generation_spans as render_with_generation_spans
+from .base.docs import format_docs_link as format_docs_link
 from .base.errors import BatchError as BatchError
 from .base.errors import CheckpointError as CheckpointError
 from .base.errors import ConfigError as ConfigError

@@ -36,6 +36,7 @@ COMMANDS = ["meshwright", "make", "pip", "python", "torchrun", "srun", "mpirun",
 _NOTE = re.compile(r"<!-- (not run|run by|run with): (.+?) -->", flags=re.DOTALL)
 _PAGE_NOTE = re.compile(r"<!-- each (\w+) block (not run|run by|run with): (.+?) -->", flags=re.DOTALL)
 _HERE_DOCUMENT = re.compile(r"<<'?(\w+)'?\n.*?^\1$", flags=re.MULTILINE | re.DOTALL)
+_TAB = re.compile(r"^(?P<title>=== .*\n)(?P<content>(?:^    .*\n|^\n(?=    |\n))+)", flags=re.MULTILINE)
 _PIECE = re.compile(
     r"(?P<fence>^```(?P<language>[\w-]*)\n(?P<fenced>(?s:.*?))^```$)|(?P<indented>^\n(?:^    .*\n|^\n(?=    ))+)",
     flags=re.MULTILINE,
@@ -79,7 +80,7 @@ def find_documents() -> list[str]:
 
 def parse_blocks(document: str) -> list[CodeBlock]:
     """The blocks of a document in its order."""
-    text = (ROOT / document).read_text(encoding="utf-8")
+    text = _TAB.sub(_dedent_tab, (ROOT / document).read_text(encoding="utf-8"))
     of_page = {match[1]: Note(match[2], " ".join(match[3].split())) for match in _PAGE_NOTE.finditer(text)}
     found = []
     for match in _PIECE.finditer(text):
@@ -92,6 +93,11 @@ def parse_blocks(document: str) -> list[CodeBlock]:
         note = own[-1] if own else of_page.get("shell" if language in SHELL else language, Note())
         found.append(CodeBlock(document, line, language, body, note))
     return found
+
+
+def _dedent_tab(match: re.Match[str]) -> str:
+    """Return the content of a tab as if it were outside; lines keep their numbers."""
+    return match["title"] + re.sub(r"^    ", "", match["content"], flags=re.MULTILINE)
 
 
 def _guess_language(text: str) -> str:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+import docstring_links
 import links
 import navigation
 import reference
@@ -12,14 +13,34 @@ from mkdocs.config.defaults import MkDocsConfig
 from mkdocs.structure.files import File, Files, InclusionLevel
 from mkdocs.structure.pages import Page
 
+from meshwright.base.docs import get_site_url
+
+SEARCH_BOOSTS = {
+    "guides/out-of-memory": 16.0,
+    "guides/": 8.0,
+    "get-started/": 8.0,
+    "faq": 4.0,
+    "tutorials": 4.0,
+    "troubleshooting": 4.0,
+    "reference/run-file": 1.0,
+    "reference/api/": 0.25,
+    "reference/proofs/": 0.25,
+    "reference/": 2.0,
+    "repository/": 0.25,
+    "decisions/": 0.125,
+    "contribute/": 0.5,
+}
+"""Weights of pages in the search, by the beginning of their paths; the first that fits counts."""
+
 
 def on_config(config: MkDocsConfig) -> MkDocsConfig:
-    config.nav = navigation.expand_navigation(config.nav, [*navigation.find_docs_pages(), *reference.render_pages()])
+    config.site_url = get_site_url()
+    config.nav = navigation.expand_navigation(config.nav, [*navigation.find_docs_pages(), *_render_reference()])
     return config
 
 
 def on_files(files: Files, config: MkDocsConfig) -> Files:
-    for page, text in reference.render_pages().items():
+    for page, text in _render_reference().items():
         files.append(File.generated(config, page, content=text))
     found = {target for file in files.documentation_pages() for target in _find_link_targets(file)}
     while found:
@@ -34,11 +55,21 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
     return files
 
 
+def _render_reference() -> dict[str, str]:
+    return {**reference.render_pages(), **docstring_links.render_notes()}
+
+
 def on_page_markdown(markdown: str, page: Page, **_: Any) -> str:
+    page.meta.setdefault("search", {}).setdefault("boost", _find_search_boost(page.file.src_uri))
     source = _find_source(page.file)
     if source == reference.INDEX:
         return reference.render_site_index()
     return links.rewrite_links(markdown, source)[0] if source else markdown
+
+
+def _find_search_boost(page: str) -> float:
+    """Return the weight of a page in the search: guides come before the reference, records last."""
+    return next((boost for prefix, boost in SEARCH_BOOSTS.items() if page.startswith(prefix)), 1.0)
 
 
 def _find_source(file: File) -> Path | None:

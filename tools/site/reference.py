@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import ast
 import importlib
+import re
 from collections import defaultdict
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
@@ -30,12 +31,15 @@ PAGES = {
     "plugin": ("For authors of plugins", ()),
 }
 """Pages of core's names: the title, and the packages or modules whose names are on it; `strategies` has the rest."""
+MOST_USED = ("from_pretrained", "from_config", "fit", "Loop", "train", "load_run", "RunConfig", "open_world", "resolve")
+"""Names with which scripts begin: the first of their page and of the index."""
 CLASSES_WITH_METHODS = ("StrategyManager", "Mesh", "World", "Checkpointer")
 """Classes that users call: the index lists their methods, too."""
+_NOTE_REFERENCE = re.compile(r"[;,:.]? [Ss]ee (?:\[Note: [^\]]+\](?: in `[\w.]+`)?|docs/[\w/-]+\.md)")
 INDEX_HEADER = """# Python API
 
-Each public name, with what it is. Shapes, dtypes, units and errors are where the name leads. The options of
-a run file are those of `meshwright.RunConfig`, and `meshwright schema` prints them for an editor.
+Each public name, with what it is. Shapes, dtypes, units and errors are where the name leads. Tasks are in
+[Train from Python](../../guides/python-api.md), the keys of `RunConfig` in [Run file](../run-file.md).
 """
 
 
@@ -161,23 +165,27 @@ def _render_page_lines(page: str, page_names: list[PublicName]) -> Iterator[str]
         package = page_names[0].package
         docstring = load_packages()[package].docstring
         yield f"# {package}\n\n{docstring.value if docstring else ''}\n"
-    for name in page_names:
-        # The run file's class derives from one with the options, to which plugins add theirs.
-        options = "    options:\n      inherited_members: true\n" if name.name == "RunConfig" else ""
-        shown = f"::: {name.path}\n{options}"
-        yield shown if name.is_documented else f"## {name.name} {{ #{name.path} }}\n\n{name.summary}\n"
+    for name in sorted(page_names, key=_rank):
+        yield f"::: {name.path}\n" if name.is_documented else f"## {name.name} {{ #{name.path} }}\n\n{name.summary}\n"
+        if name.name == "RunConfig":
+            yield "Its fields are the keys of the [run file](../run-file.md).\n"
+
+
+def _rank(name: PublicName) -> int:
+    return MOST_USED.index(name.name) if name.name in MOST_USED else len(MOST_USED)
 
 
 def render_index() -> str:
     """docs/reference/api/README.md: the list of all names, each leading to its source."""
-    lines = [INDEX_HEADER]
+    lines = [INDEX_HEADER, "## Most used\n", "| name | what it is |", "|---|---|"]
+    used = [each for each in find_public_names() if each.package == "meshwright" and each.name in MOST_USED]
+    lines += [*map(_render_index_row, sorted(used, key=_rank)), ""]
     for package in filter(find_exported_names, public_packages()):
         lines += [f"## {package}\n", "| name | what it is |", "|---|---|"]
         for name in sorted(
             (each for each in find_public_names() if each.package == package), key=lambda each: each.name.lower()
         ):
-            target = "../../../" + name.source.relative_to(ROOT).as_posix()
-            lines.append(f"| [`{name.name}`]({target}) | {_escape_cell(name.summary)} |")
+            lines.append(_render_index_row(name))
         lines.append("")
         if package == "meshwright":
             for class_name in CLASSES_WITH_METHODS:
@@ -185,6 +193,11 @@ def render_index() -> str:
                 lines += [f"| `{method}` | {_escape_cell(summary)} |" for method, summary in _find_methods(class_name)]
                 lines.append("")
     return "\n".join(lines).rstrip() + "\n"
+
+
+def _render_index_row(name: PublicName) -> str:
+    target = "../../../" + name.source.relative_to(ROOT).as_posix()
+    return f"| [`{name.name}`]({target}) | {_escape_cell(name.summary)} |"
 
 
 def _find_methods(name: str) -> list[tuple[str, str]]:
@@ -198,8 +211,9 @@ def _find_methods(name: str) -> list[tuple[str, str]]:
 
 
 def _summarize(docstring: griffe.Docstring | None) -> str:
-    """Return the first paragraph of a docstring as one line."""
-    return " ".join((docstring.value if docstring else "").strip().partition("\n\n")[0].split())
+    """Return the first paragraph of a docstring as one line, without references to notes."""
+    text = " ".join((docstring.value if docstring else "").strip().partition("\n\n")[0].split())
+    return re.sub(r"\[(Note: [^\]]+)\]", r"\1", _NOTE_REFERENCE.sub("", text))
 
 
 def _escape_cell(text: str) -> str:

@@ -12,8 +12,7 @@ import traceback
 from collections.abc import Iterable
 from types import FrameType, TracebackType
 
-_DOCUMENTATION = "docs/troubleshooting.md#"
-"""Page of the errors, up to the name of a class in lower case."""
+from .docs import format_docs_link
 
 
 class MeshwrightError(Exception):
@@ -33,8 +32,8 @@ class MeshwrightError(Exception):
         """
         frames = (each for each in traceback.walk_tb(self.__traceback__) if _is_own_code(each[0]))
         lines = [each.rstrip() for each in traceback.StackSummary.extract(frames).format()]
-        name = _get_documented_class(self).__name__
-        return [f"{name}: {self}", f"see {_DOCUMENTATION}{name.lower()}", *([""] if lines else []), *lines]
+        name = _get_documented_name(self)
+        return [f"{name}: {self}", f"see {_format_link(name)}", *([""] if lines else []), *lines]
 
 
 class ConfigError(MeshwrightError):
@@ -116,12 +115,13 @@ def suggest_match(name: str, candidates: Iterable[str]) -> str:
 
 def format_error(error: MeshwrightError) -> str:
     """Return an error's message, with a link to the documentation of its class."""
-    return f"error: {error}\nsee {_DOCUMENTATION}{_get_documented_class(error).__name__.lower()}"
+    return f"error: {error}\nsee {_format_link(_get_documented_name(error))}"
 
 
 def parse_error(text: str) -> MeshwrightError | None:
     """Return the error that `format_error` has formatted; None for other text."""
-    message, link, anchor = text.removeprefix("error: ").rstrip().rpartition(f"\nsee {_DOCUMENTATION}")
+    message, _, link = text.removeprefix("error: ").rstrip().rpartition("\nsee ")
+    anchor = link.rpartition("#")[2].partition(" ")[0]
     known = (each for each in globals().values() if isinstance(each, type) and issubclass(each, MeshwrightError))
     error_cls = next((each for each in known if each.__name__.lower() == anchor), None)
     return error_cls(message) if link and error_cls is not None else None
@@ -143,9 +143,13 @@ def shorten_tracebacks() -> None:
     sys.excepthook = show
 
 
-def _get_documented_class(error: MeshwrightError) -> type[MeshwrightError]:
+def _get_documented_name(error: MeshwrightError) -> str:
     # Subclasses that are defined elsewhere are documented under their base class in this module.
-    return next(cls for cls in type(error).__mro__ if cls.__module__ == __name__)
+    return next(cls.__name__ for cls in type(error).__mro__ if cls.__module__ == __name__)
+
+
+def _format_link(name: str) -> str:
+    return escape_unprintable(format_docs_link("troubleshooting.md", name.lower()))
 
 
 def _is_own_code(frame: FrameType) -> bool:

@@ -78,7 +78,8 @@ def merge_adapter(
         output: a directory that does not exist or is empty.
         base: directory of the base; None: where it was in training.
         dtype: dtype of the base before merging, and of the model; None: as in training.
-        max_shard_size, use_ema: see `export_checkpoint`. An adapter's directory has no moving averages.
+        max_shard_size: see `export_checkpoint`.
+        use_ema: see `export_checkpoint`. An adapter's directory has no moving averages.
 
     Raises:
         CheckpointError: the source is incomplete, or has no adapter.

@@ -85,11 +85,13 @@ def from_pretrained(
     Args:
         path: a directory that `save_pretrained` wrote, or a Hub id. It must be the same on all ranks.
         strategy: name of the strategy, see `resolve`. None: the strategy of `config`'s class, or fsdp2 without one.
-        config, wrapper_config: options of the strategy, and of wrapping strategies by name; see `resolve`.
+        config: options of the strategy; see `resolve`.
+        wrapper_config: options of wrapping strategies, by name.
         hf_config: a Hugging Face configuration that replaces the directory's, or a mapping of fields to change.
         dtype: dtype of the parameters, such as "bfloat16". None: the dtype of the configuration.
         device: see `open_world`. Not used with `world`.
-        device_mesh, moe_mesh: replace `device`, `world` and `sizes`; see `from_device_mesh`.
+        device_mesh: replaces `device`, `world` and `sizes`; see `from_device_mesh`.
+        moe_mesh: mesh of the experts, with `device_mesh`.
         seed: seed for weights that the directory lacks.
         revision: branch, tag or commit on the Hub.
         allow_pickle: read `.bin` files if there are no safetensors.

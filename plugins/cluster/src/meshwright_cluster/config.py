@@ -49,7 +49,9 @@ class KubernetesSection(FrozenModel):
     runtime: SingleLineText = Field(default="torch-distributed", description="Training runtime of a TrainJob.")
     gpu_resource: SingleLineText = Field(default="nvidia.com/gpu", description="Resource name of a GPU.")
     node_selector: dict[str, str] = Field(default={}, description="Labels that the nodes must have.")
-    service_account: SingleLineText | None = None
+    service_account: SingleLineText | None = Field(
+        default=None, description="Service account of the pods; null: the namespace's default."
+    )
 
 
 class SkyPilotSection(FrozenModel):

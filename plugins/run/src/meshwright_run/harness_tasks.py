@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+import torch.nn.functional as F
 
 from meshwright.plugin import IGNORE_INDEX, ConfigError, MeshwrightError, StrategyManager, format_install_hint
 
@@ -75,7 +76,8 @@ class RankModel:
             batches = [self._build_rows(requests, [*group, *group[-1:] * (size - len(group))], own) for group in block]
             found = self.manager.token_stats(batches, ["log_probs", "is_top1"])
             for group, batch, each in zip(block, batches, found, strict=True):
-                is_target = batch["labels"][:, 1:] != IGNORE_INDEX
+                # The statistics of a position are those of the next label.
+                is_target = F.pad(batch["labels"][:, 1:] != IGNORE_INDEX, (0, 1))
                 log_probs, is_top1 = (each[name].cpu() for name in ("log_probs", "is_top1"))
                 values = [log_probs.sum(1, dtype=torch.float64), ((is_top1 > 0) | ~is_target).all(1).double()]
                 numbers = group[own]

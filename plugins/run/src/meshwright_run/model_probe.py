@@ -42,6 +42,7 @@ from meshwright.plugin import (
     check_not_empty,
     check_target_names,
     compute_model_size,
+    format_docs_link,
     get_forward_options,
     init_model,
     model_layout,
@@ -260,7 +261,7 @@ def needs_reference_log_probs(objective: Objective | None, datasets: RunDatasets
             "grouped. Use sources of format preference, whose examples have the fields prompt, chosen and rejected: "
             "texts, or lists of messages (then prompt may be missing). Name other columns under `fields`, {chosen: its "
             "name}. To train on single answers, leave objective out. In a script, give grouped micro-batches: see "
-            "docs/reference/objectives.md."
+            f"{format_docs_link('reference/objectives.md')}"
         )
     missing = [name for name in getattr(objective, "columns", ()) if name not in first.column_specs]
     takes_sums = any(each.name == REFERENCE_COLUMN and "B" in each.shapes for each in _requested_columns(objective))
@@ -269,7 +270,7 @@ def needs_reference_log_probs(objective: Objective | None, datasets: RunDatasets
         raise ConfigError(
             f"the {given.name} needs {', '.join(missing)} besides the tokens, but the data have "
             f"{', '.join(first.column_specs) or 'no columns'}. List the fields of a source that hold it in `columns`, "
-            "or give micro-batches that have it in a script: see docs/reference/objectives.md."
+            f"or give micro-batches that have it in a script: see {format_docs_link('reference/objectives.md')}"
         )
     sample = dict(first.read_batch(range(group)))
     if computes:

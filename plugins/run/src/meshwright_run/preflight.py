@@ -40,6 +40,7 @@ from meshwright.plugin import (
     find_device,
     find_model_directory,
     find_model_directory_on_all_ranks,
+    format_docs_link,
     get_hub_commit,
     get_model_dtype,
     get_objective,
@@ -151,7 +152,7 @@ def preflight(config: RunConfig, world_size: int, *, commit: str | None = None) 
     if objective is not None and (given := BoundObjective(objective)).input_kind != "tokens":
         raise ConfigError(
             f"the {given.name} needs the outputs of another head, but a run file trains causal LMs. Use it in a "
-            f"script: see docs/reference/objectives.md."
+            f"script: see {format_docs_link('reference/objectives.md')}"
         )
     needs_reference = needs_reference_log_probs(objective, rows)
     identity = _build_identity(config, schedule, data, model, hf_config)

@@ -56,7 +56,7 @@ class SampleConfig(FrozenModel):
         description="Prompt; null: the beginning of a held-out document, or a held-out conversation up to its first "
         "answer.",
     )
-    max_new_tokens: Size = Field(default=80)
+    max_new_tokens: Size = Field(default=80, description="Maximum number of tokens to generate.")
     temperature: float = Field(default=0.7, ge=0, allow_inf_nan=False, description="0: greedy decoding.")
 
 

@@ -15,6 +15,7 @@ from support import launch_targets
 from support.case_server import start_case_server
 from support.commands import LAUNCHER_VARIABLES
 
+from meshwright.base.docs import format_docs_link
 from meshwright.base.errors import ConfigError, MeshwrightError, ModelError, RankError
 from meshwright.launch.environment import is_launched
 from meshwright.launch.store import connect_store
@@ -24,7 +25,7 @@ from meshwright_run.launch.rank_process import run_guarded
 TARGETS = launch_targets.__file__
 PROMPT_S = 30
 """A launch takes seconds, even on a busy machine; the process group's own timeout, which no test may need, is 300 s."""
-SEE = "see docs/troubleshooting.md#"
+SEE = f"see {format_docs_link('troubleshooting.md')}#"
 PIPES = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
 ECHOES = re.compile("closed by peer|reset by peer|broken pipe|connectFullMesh", re.IGNORECASE)
 LAUNCHER_NOISE = re.compile("ChildFailedError|torchelastic|Root Cause|SIGTERM|leaked|W[0-9]{4} ")

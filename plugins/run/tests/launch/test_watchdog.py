@@ -22,6 +22,7 @@ from support.launched_processes import find_free_port
 
 from meshwright import Checkpointer, ConfigError, from_config, optimizer_factory
 from meshwright._compat.torch import get_group_timeout, list_process_groups
+from meshwright.base.docs import format_docs_link
 from meshwright.checkpoint.saving import temporary_group
 from meshwright.testing import Case
 from meshwright_run.run_file import OptimizerConfig, load_run
@@ -38,7 +39,7 @@ GRACE_S = 5.0
 """So long after `watchdog_s` no process is left."""
 PATIENCE_S = 120
 """A run in which a rank hangs ends long before it; torch's own timeout is 1800 s."""
-SEE = "see docs/troubleshooting.md#rankerror"
+SEE = f"see {format_docs_link('troubleshooting.md', 'rankerror')}"
 GROUPS: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
     "ddp in instances": (
         "ddp",

@@ -26,6 +26,7 @@ from meshwright.plugin import (
     StrategySpec,
     coerce_config,
     find_strategy_name,
+    format_docs_link,
     validate_config,
 )
 
@@ -95,7 +96,7 @@ def _check_trainer(trainer: type) -> None:
         raise ConfigError(
             f"{of_trl[0]} of trl is not supported on a mesh: its batches and models are not known here. Use one of "
             f"{', '.join(sorted(SUPPORTED_TRL_TRAINERS))}, or write its loss as an objective; see "
-            "docs/reference/objectives.md."
+            f"{format_docs_link('reference/objectives.md')}"
         )
     if "GRPOTrainer" in names and "MeshGRPOMixin" not in names:
         raise ConfigError(

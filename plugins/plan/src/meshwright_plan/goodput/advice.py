@@ -9,7 +9,7 @@ from typing import Any
 
 from rich.text import Text
 
-from meshwright.plugin import MeshwrightError, find_frozen_base_parameters
+from meshwright.plugin import MeshwrightError, find_frozen_base_parameters, format_docs_link
 from meshwright_run.run_file import RunConfig
 
 from ..config import DeviceSpec, PlanConfig, get_plan_config
@@ -262,5 +262,5 @@ def _format_remarks(failures: Mapping[str, Any], config: RunConfig) -> Iterator[
         yield "Rows with replicas: checkpoint.replicate: neighbor."
     yield (
         f"A failure is detected after {format_seconds(_get_detection_s(config))}, and ranks are restarted "
-        f"{format_seconds(get_plan_config(config).restart_s)} later; see docs/reference/goodput.md."
+        f"{format_seconds(get_plan_config(config).restart_s)} later; see {format_docs_link('reference/goodput.md')}"
     )

@@ -19,7 +19,14 @@ from datetime import datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar
 
-from meshwright.plugin import ConfigError, DataError, read_regular_file, render_with_generation_spans, time_limit
+from meshwright.plugin import (
+    ConfigError,
+    DataError,
+    format_docs_link,
+    read_regular_file,
+    render_with_generation_spans,
+    time_limit,
+)
 
 from .conversations import ASSISTANT, REASONING_KEYS, Conversation, LossOn
 from .tokenizer import Document, Span
@@ -68,7 +75,7 @@ class ChatTemplate:
         if template is None and not tokenizer.chat_template:
             raise ConfigError(
                 "conversations need a chat template, but the tokenizer has none. Set chat_template to a Jinja "
-                "template, or to the path of one; docs/reference/chat-data.md has an example."
+                f"template, or to the path of one. Example: {format_docs_link('reference/chat-data.md')}"
             )
         self._tokenizer, self._template = tokenizer, template
         tokens = tokenizer.added_tokens_decoder.values()
