@@ -16,7 +16,6 @@ from .base.errors import RankError as RankError
 from .base.errors import StrategyError as StrategyError
 from .base.errors import TrainingError as TrainingError
 from .base.errors import UnknownStrategyError as UnknownStrategyError
-from .base.errors import shorten_tracebacks as shorten_tracebacks
 from .base.stopping import Stopped as Stopped
 from .base.stopping import StopSignals as StopSignals
 from .base.types import Batch as Batch
@@ -36,6 +35,7 @@ from .events.run import SavedCheckpoint as SavedCheckpoint
 from .events.run import TrackerSpec as TrackerSpec
 from .events.step import StepResult as StepResult
 from .files.class_paths import allow_imports as allow_imports
+from .files.terminal import shorten_tracebacks as shorten_tracebacks
 from .launch.open_world import open_world as open_world
 from .manager.data_parallel import DataParallelManager as DataParallelManager
 from .mesh.mesh import Mesh as Mesh

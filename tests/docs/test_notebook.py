@@ -58,7 +58,7 @@ def test_an_error_in_a_notebook_begins_with_its_message(tmp_path: Path) -> None:
     notebook = nbformat.v4.new_notebook()
     cells = (
         "import meshwright as mw\ndef build():\n    return mw.OptimizerConfig(lrr=1e-3)\nbuild()",
-        'mw.train("run.yaml", {"model.num_attention_heads": 7})',
+        'mw.train("run.yaml", {"data.corpus": ["nowhere/*.txt"]})',
     )
     notebook.cells = [nbformat.v4.new_code_cell(cell) for cell in cells]
     built, trained = map(read_text, execute(notebook, tmp_path, allow_errors=True))
@@ -67,6 +67,6 @@ def test_an_error_in_a_notebook_begins_with_its_message(tmp_path: Path) -> None:
     assert "return mw.OptimizerConfig(lrr=1e-3)" in built
     assert "validation.py" not in built
     # The command in another process has reported this one.
-    assert trained.startswith("ModelError: ")
-    assert "num_attention_heads" in trained
-    assert trained.count("num_attention_heads") == trained.count("ModelError: ") + trained.count('{"model.num')
+    message = "DataError: corpus glob 'nowhere/*.txt' matches no file"
+    assert f"{message}. Relative globs start at " in trained
+    assert trained.count("matches no file") == 1

@@ -10,7 +10,7 @@ import difflib
 import sys
 import traceback
 from collections.abc import Iterable
-from types import FrameType, TracebackType
+from types import FrameType
 
 from .docs import format_docs_link
 
@@ -125,22 +125,6 @@ def parse_error(text: str) -> MeshwrightError | None:
     known = (each for each in globals().values() if isinstance(each, type) and issubclass(each, MeshwrightError))
     error_cls = next((each for each in known if each.__name__.lower() == anchor), None)
     return error_cls(message) if link and error_cls is not None else None
-
-
-def shorten_tracebacks() -> None:
-    """Show a MeshwrightError that ends a script as notebooks do: the message first, then the script's own lines.
-
-    Replaces `sys.excepthook`; other exceptions still go to the one before.
-    """
-    previous = sys.excepthook
-
-    def show(cls: type[BaseException], error: BaseException, frames: TracebackType | None) -> None:
-        if isinstance(error, MeshwrightError):
-            sys.stderr.write("\n".join(error._render_traceback_()) + "\n")
-        else:
-            previous(cls, error, frames)
-
-    sys.excepthook = show
 
 
 def _get_documented_name(error: MeshwrightError) -> str:

@@ -14,9 +14,11 @@ import warnings
 from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING, Any
 
-from ..base.errors import escape_unprintable
+from ..base.errors import MeshwrightError, escape_unprintable
 
 if TYPE_CHECKING:
+    from types import TracebackType
+
     from rich.console import Console
     from rich.text import Text
 
@@ -58,6 +60,22 @@ def _escape_output(format_warning: Callable[..., str]) -> Callable[..., str]:
 
     escaped.escapes = True  # type: ignore[attr-defined]
     return escaped
+
+
+def shorten_tracebacks() -> None:
+    """Show a MeshwrightError that ends a script as notebooks do: the message first, then the script's own lines.
+
+    Replaces `sys.excepthook`; other exceptions still go to the one before.
+    """
+    previous = sys.excepthook
+
+    def show(cls: type[BaseException], error: BaseException, frames: TracebackType | None) -> None:
+        if isinstance(error, MeshwrightError):
+            echo("\n".join([*error._render_traceback_(), ""]), stderr=True)
+        else:
+            previous(cls, error, frames)
+
+    sys.excepthook = show
 
 
 def create_console(**options: Any) -> Console:
