@@ -1,7 +1,7 @@
 # The two commands of the README are `make train` and `make test`; each sets up .venv when it has to.
 PYTHON ?= python3
 BIN := .venv/bin
-INSTALL = $(BIN)/python -m pip install --disable-pip-version-check -c constraints.txt
+INSTALL = $(BIN)/python -m pip install --disable-pip-version-check --no-build-isolation -c constraints.txt
 DISTRIBUTIONS := requirements.txt pyproject.toml setup.py constraints.txt $(wildcard plugins/*/pyproject.toml)
 
 .PHONY: train sft gpu test test-full test-zoo golden test-versions test-wheels lint types docs check clean
@@ -10,6 +10,7 @@ DISTRIBUTIONS := requirements.txt pyproject.toml setup.py constraints.txt $(wild
 .venv/trains: $(DISTRIBUTIONS)
 	@echo "Installing torch, transformers and meshwright into .venv: a few minutes, most of them for torch."
 	$(PYTHON) -m venv .venv
+	$(INSTALL) 'setuptools>=77'
 	$(INSTALL) -r requirements.txt
 	touch $@
 
