@@ -61,3 +61,60 @@ def test_the_names_of_other_libraries_lead_to_keys_that_exist() -> None:
         if rest and section not in ("strategy_config", "model"):
             assert f'"{rest}"' in str(schema["$defs"]).replace("'", '"'), key
     assert not set(OTHER_NAMES) & set(schema["properties"])
+
+
+@pytest.mark.parametrize(
+    ("line", "answers"),
+    [
+        (
+            "train FILE --set steps=10 --set on_bad_step=rollback --set checkpoint={} --set eval.every=3 --set seed=x "
+            "--set lr=1",
+            ["seed: Input should be", "lr: unknown key"],
+        ),
+        (
+            "train FILE --set steps=10 --set on_bad_step=rollback --set checkpoint={} "
+            "--set eval.early_stopping.eval_set=no",
+            ["steps=10; lower it", "on_bad_step=rollback needs checkpoints", "'no' is not an evaluation set"],
+        ),
+        (
+            "launch FILE --to kubernetes --nodes 2 --gpus-per-node 8 --set checkpoint={}",
+            ["launch.kubernetes.image", "launch.kubernetes.volume_claim", "saves no checkpoints", "is relative"],
+        ),
+    ],
+)
+def test_all_problems_are_listed_at_once(
+    line: str, answers: list[str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(REPOSITORY)
+    assert invoke(line, monkeypatch) == 2
+    error = capsys.readouterr().err
+    assert [answer for answer in answers if answer not in error] == []
+    assert error.count("\n  ") >= len(answers)
+
+
+def test_a_path_is_relative_to_the_run_file_and_another_meaning_is_said(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run = tmp_path / "project" / "run.yaml"
+    (run.parent / "chats").mkdir(parents=True)
+    (run.parent / "chats" / "a.jsonl").touch()
+    run.write_text(
+        "model: {path: organization/name}\ndata: {sources: [{files: [chats/*.jsonl, other.txt], format: messages}]}\n"
+        "steps: 1\nbatch_size: 1\noutput_dir: runs/x\n"
+    )
+    monkeypatch.chdir(tmp_path)
+    config = load_run(run)
+    assert config.data.sources[0].files == [str(run.parent / "chats/*.jsonl"), "other.txt"]
+    assert (config.model["path"], config.output_dir, capsys.readouterr().err) == ("organization/name", "runs/x", "")
+    (tmp_path / "chats").mkdir()
+    (tmp_path / "chats" / "b.jsonl").touch()
+    assert load_run(run) == config
+    note = capsys.readouterr().err
+    assert note.startswith(f"note: data.sources.0.files='chats/*.jsonl' is {run.parent / 'chats/*.jsonl'}, beside")
+    assert str(tmp_path / "chats/*.jsonl") in note
+    # On the command line, a path is relative to the current directory.
+    other = load_run(run, ["data.sources.0.files=chats/*.jsonl"])
+    assert other.data.sources[0].files == "chats/*.jsonl"
+    # The copy in a run's directory was resolved when the run started.
+    (run.parent / ".written.json").touch()
+    assert load_run(run).data.sources[0].files == ["chats/*.jsonl", "other.txt"]

@@ -164,7 +164,11 @@ def _format_validation_errors(model_cls: type[BaseModel], error: ValidationError
         if not _is_scalar_mismatch(each, errors):
             path, message = _format_validation_error(model_cls, each)
             messages_by_path.setdefault(path, []).append(message)
-    lines = [f"  {path}: {'; or '.join(dict.fromkeys(messages))}" for path, messages in messages_by_path.items()]
+    lines = []
+    for path, messages in messages_by_path.items():
+        text = "; or ".join(dict.fromkeys(messages))
+        # A validator of several keys reports one problem a line.
+        lines += [f"  {path}: {each}" for each in (text.split("\n") if path == _WHOLE else [text])]
     return "\n".join([f"{where} is not valid:", *lines])
 
 
@@ -229,6 +233,8 @@ def _import_path(value: Any) -> Any:
     return value
 
 
+_WHOLE = "as a whole"
+"""Path of errors in the combination of several keys."""
 _MAX_LISTED_KEYS = 16
 """Number of allowed keys that an error lists although it names a similar one."""
 _SCALAR_ERROR_TYPES = frozenset({"bool_type", "literal_error", "string_type", "int_type", "float_type"})
@@ -245,7 +251,7 @@ def _is_scalar_mismatch(finding: Any, found: Sequence[Any]) -> bool:
 
 def _format_validation_error(model_cls: type[BaseModel], error: Any) -> tuple[str, str]:
     keys, holder = _resolve_location(model_cls, error["loc"])
-    path = ".".join(keys) or "as a whole"
+    path = ".".join(keys) or _WHOLE
     if error["type"] == "extra_forbidden":
         if (advice := getattr(model_cls, "other_names", {}).get(keys[-1])) is not None:
             return path, f"unknown key. {advice}."

@@ -11,11 +11,12 @@ import re
 import signal
 import unicodedata
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path, PurePosixPath
 from typing import Any
 
-from meshwright.plugin import ConfigError, Degrees, resolve
+from meshwright.plugin import ConfigError, Degrees, MeshwrightError, resolve
 from meshwright_run.data.order import check_batch_size
 from meshwright_run.run_file import RunConfig, redact
 from meshwright_run.secrets import REDACTED, FromEnvironment, is_secret, redact_assignments, resolve_environment
@@ -102,36 +103,25 @@ def build_job(
 ) -> ClusterJob:
     """Validate a run as a job, and return the job; see [Note: job requirements]."""
     launch = config.get_section(LaunchConfig) or LaunchConfig()
-    gpus, ranks = _resolve_gpus_and_ranks(config, launch)
-    options: dict[str, Any] = {"config": config.strategy_config, "wrapper_config": config.wrapper_config}
-    degrees = resolve(config.strategy, config, launch.nodes * ranks, **options)[1]
-    micro_batch_size = config.micro_batch_size or max(1, config.batch_size // degrees.dp)
-    check_batch_size(config.batch_size, data_size=degrees.dp, micro_batch_size=micro_batch_size)
-    _check_resumable(config, target)
-    if (
-        target == "slurm"
-        and launch.time_limit_s is not None
-        and launch.time_limit_s <= launch.grace_s + _SLURM_SIGNAL_EARLY_S
-    ):
-        raise ConfigError(
-            f"launch.time_limit={launch.time_limit} leaves no time to train: the signal comes launch.grace_s="
-            f"{launch.grace_s} s before the end, or up to {_SLURM_SIGNAL_EARLY_S} s earlier. Raise the limit or lower "
-            f"grace_s."
-        )
-    _check_storage(config, launch, target)
     directory = directory and directory.absolute()
-    # Raises if a variable to copy from the environment is not set.
-    resolve_environment(launch.env, "launch.env")
-    texts = {"--out": str(directory or ""), "the current directory": os.getcwd(), "launch": launch.model_dump()}
-    for where, text in _iter_texts(texts):
-        if any(unicodedata.category(each) in ("Cc", "Cs", "Zl", "Zp") for each in text):
-            raise ConfigError(f"{where}={text!r} has control characters, which job files cannot contain. Remove them.")
-    if target == "skypilot":
-        for where, text in _iter_texts(
-            {"--out": str(directory or ""), "launch.skypilot": launch.skypilot.model_dump()}
-        ):
-            if "$" in text:
-                raise ConfigError(f"{where}={text!r} has a $, which SkyPilot takes for a variable. Remove it.")
+    problems: list[str] = []
+    gpus = ranks = 0
+    degrees: Degrees | None = None
+    with _collect_errors(problems):
+        gpus, ranks = _resolve_gpus_and_ranks(config, launch)
+        options: dict[str, Any] = {"config": config.strategy_config, "wrapper_config": config.wrapper_config}
+        degrees = resolve(config.strategy, config, launch.nodes * ranks, **options)[1]
+        micro_batch_size = config.micro_batch_size or max(1, config.batch_size // degrees.dp)
+        check_batch_size(config.batch_size, data_size=degrees.dp, micro_batch_size=micro_batch_size)
+    with _collect_errors(problems):
+        # Raises if a variable to copy from the environment is not set.
+        resolve_environment(launch.env, "launch.env")
+    problems += _find_resume_problems(config, launch, target)
+    problems += _find_storage_problems(config, launch, target)
+    problems += _find_text_problems(launch, target, directory)
+    if problems or degrees is None:
+        lines = "\n".join(f"  {each}" for each in problems)
+        raise ConfigError(problems[0] if len(problems) == 1 else f"the job has {len(problems)} problems:\n{lines}")
     name = launch.name or _derive_name(config.output_dir)
     path = directory or Path("launch") / name
     # Without a launcher, a single rank would start one rank per device.
@@ -161,56 +151,84 @@ def _resolve_gpus_and_ranks(config: RunConfig, launch: LaunchConfig) -> tuple[in
     return gpus, ranks
 
 
-def _check_resumable(config: RunConfig, target: Target) -> None:
+@contextmanager
+def _collect_errors(problems: list[str]) -> Iterator[None]:
+    try:
+        yield
+    except MeshwrightError as error:
+        problems.append(str(error))
+
+
+def _find_resume_problems(config: RunConfig, launch: LaunchConfig, target: Target) -> Iterator[str]:
     saving = config.checkpoint
     if not saving.is_enabled:
-        raise ConfigError(
+        yield (
             "the run saves no checkpoints, so a restarted job would begin at step 0. Set "
             "checkpoint.every, such as 500 or 20m."
         )
     if config.resume_config.source == "never":
-        raise ConfigError("resume=never would discard all progress at each restart of the job. Set resume=auto.")
+        yield "resume=never would discard all progress at each restart of the job. Set resume=auto."
     if target in ("ray", "skypilot") and not saving.has_scheduled_saves:
-        raise ConfigError(
+        yield (
             f"the run saves only after a signal, and {target} takes machines away without one. Set checkpoint.every."
         )
     if target in ("slurm", "kubernetes") and "SIGTERM" not in saving.stop_config.signals:
-        raise ConfigError(
+        yield (
             f"checkpoint.on_signal.signals={saving.stop_config.signals}, but {target} ends a job with SIGTERM. "
             "Add it, or leave on_signal out."
         )
     if target == "slurm" and saving.stop_config.exit_code in (0, 1, 2, 128 + signal.SIGKILL):
-        raise ConfigError(
+        yield (
             f"checkpoint.on_signal.exit_code={saving.stop_config.exit_code} is also the exit code of a run that has "
             "finished, failed or been killed, so the job could not decide whether to requeue. Leave it out; the "
             "default is 143."
         )
+    if (
+        target == "slurm"
+        and launch.time_limit_s is not None
+        and launch.time_limit_s <= launch.grace_s + _SLURM_SIGNAL_EARLY_S
+    ):
+        yield (
+            f"launch.time_limit={launch.time_limit} leaves no time to train: the signal comes launch.grace_s="
+            f"{launch.grace_s} s before the end, or up to {_SLURM_SIGNAL_EARLY_S} s earlier. Raise the limit or lower "
+            f"grace_s."
+        )
 
 
-def _check_storage(config: RunConfig, launch: LaunchConfig, target: Target) -> None:
+def _find_text_problems(launch: LaunchConfig, target: Target, directory: Path | None) -> Iterator[str]:
+    texts = {"--out": str(directory or ""), "the current directory": os.getcwd(), "launch": launch.model_dump()}
+    for where, text in _iter_texts(texts):
+        if any(unicodedata.category(each) in ("Cc", "Cs", "Zl", "Zp") for each in text):
+            yield f"{where}={text!r} has control characters, which job files cannot contain. Remove them."
+    if target == "skypilot":
+        mounted = {"--out": str(directory or ""), "launch.skypilot": launch.skypilot.model_dump()}
+        for where, text in _iter_texts(mounted):
+            if "$" in text:
+                yield f"{where}={text!r} has a $, which SkyPilot takes for a variable. Remove it."
+
+
+def _find_storage_problems(config: RunConfig, launch: LaunchConfig, target: Target) -> Iterator[str]:
     path = PurePosixPath(config.output_dir)
     shared = launch.nodes > 1 or target in ("kubernetes", "skypilot")
     why = "and checkpoints would be incomplete" if launch.nodes > 1 else "and the next one would not find checkpoints"
     # Ray runs a job in a temporary copy of the working directory.
     if (shared or target == "ray") and not path.is_absolute():
-        raise ConfigError(
+        yield (
             f"output_dir={config.output_dir!r} is relative, so each machine has its own, {why}. Set the "
             f"absolute path of a directory on shared storage."
         )
     if shared and is_node_local(config.output_dir):
-        raise ConfigError(
-            f"output_dir={config.output_dir!r} is local to a machine, {why}. Set a directory on shared storage."
-        )
+        yield (f"output_dir={config.output_dir!r} is local to a machine, {why}. Set a directory on shared storage.")
     parents: Sequence[str] | None = None
     if target == "kubernetes":
-        if launch.kubernetes.image is None or launch.kubernetes.volume_claim is None:
-            missing = "image" if launch.kubernetes.image is None else "volume_claim"
-            raise ConfigError(f"Kubernetes needs launch.kubernetes.{missing}. Set it in the run file or with --set.")
+        for name in ("image", "volume_claim"):
+            if getattr(launch.kubernetes, name) is None:
+                yield f"Kubernetes needs launch.kubernetes.{name}. Set it in the run file or with --set."
         parents, key = [launch.kubernetes.mount_path], "launch.kubernetes.mount_path"
     elif target == "skypilot":
         parents, key = list(launch.skypilot.mounts), "launch.skypilot.mounts"
     if parents is not None and not any(_is_below(path, each) for each in parents):
-        raise ConfigError(
+        yield (
             f"output_dir={config.output_dir!r} is not below {' or '.join(parents) or 'anything'} ({key}), so the "
             f"results would be lost with the job's machines. Set a directory below that path."
         )

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import textwrap
 from dataclasses import replace
@@ -13,6 +12,7 @@ import typer
 
 from meshwright.plugin import (
     ConfigError,
+    JsonOption,
     RunFileArgument,
     RunSection,
     SetOption,
@@ -26,6 +26,7 @@ from meshwright.plugin import (
     is_launched,
     join_launcher,
     validate_config,
+    write_json,
 )
 
 from .config import PlanConfig
@@ -63,7 +64,7 @@ def plan(
     world: WorldOption = None,
     details: Annotated[bool, typer.Option("--details", help="Print all tables, not only a summary.")] = False,
     device: DeviceOption = None,
-    json_file: Annotated[Path | None, typer.Option("--json", help="Write the plan to this JSON file.")] = None,
+    json_file: JsonOption = None,
     html_file: Annotated[Path | None, typer.Option("--html", help="Write a page with plots to this HTML file.")] = None,
     png_directory: Annotated[Path | None, typer.Option("--png", help="Write the plots to this directory.")] = None,
     assignments: SetOption = None,
@@ -110,8 +111,8 @@ def plan(
             job = load_job_config(file, changes)
             world = count_ranks(job, world)
             found, parts = _plan(job, world, device, ranks, expert_imbalance, pictures, details=details)
-            print_parts(parts)
-            _write_json(found, json_file)
+            if not write_json(found, json_file):
+                print_parts(parts)
         else:
             options = {**searching, "expert_imbalance": expert_imbalance}
             _search(file, changes, gpus, device, options, (json_file, run_out), pictures, details=details)
@@ -132,8 +133,8 @@ def _search(
     from .search.recommend import build_search_summary, build_tables, recommend_layouts, write_run_file
 
     found = recommend_layouts(file, changes, gpus, device or DEFAULT_DEVICE, **options)
-    print_parts([*(build_tables(found) if details else []), *build_search_summary(found, details=details)])
-    _write_json(found, output_files[0])
+    if not write_json(found, output_files[0]):
+        print_parts([*(build_tables(found) if details else []), *build_search_summary(found, details=details)])
     best = found["best"][0]
     if output_files[1] is not None:
         write_run_file(best, output_files[1])
@@ -239,11 +240,6 @@ def _write_plots(plot_files: OutputFiles, job: TrainingJob, device: DeviceSpec, 
         from .plots.png import write_pngs
 
         write_pngs(directory, subject)
-
-
-def _write_json(result: dict[str, Any], json_file: Path | None) -> None:
-    if json_file is not None:
-        json_file.write_text(json.dumps(result, indent=2) + "\n", encoding="utf-8")
 
 
 def print_parts(parts: list[Any]) -> None:

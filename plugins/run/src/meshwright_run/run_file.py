@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, Self, TypeVar
 
@@ -225,54 +225,50 @@ class BaseRunConfig(MeshSizes):
 
     @model_validator(mode="after")
     def _check_combinations(self) -> Self:
+        if problems := [*self._find_problems(), *self._find_eval_problems()]:
+            raise ValueError("\n".join(problems))
+        return self
+
+    def _find_problems(self) -> Iterator[str]:
         if self.watchdog_s is not None and self.watchdog_s > self.timeout_s:
-            raise ValueError(
+            yield (
                 f"watchdog_s={self.watchdog_s:g} is more than timeout_s={self.timeout_s:g}, after which collectives "
                 f"time out; lower it, or raise timeout_s"
             )
         if (self.steps is None) == (self.epochs is None):
-            raise ValueError("give either steps or epochs")
+            yield "give either steps or epochs"
         if self.steps is not None and self.schedule.warmup_steps > self.steps:
-            raise ValueError(
-                f"schedule.warmup_steps={self.schedule.warmup_steps} is more than steps={self.steps}; lower it"
-            )
+            yield (f"schedule.warmup_steps={self.schedule.warmup_steps} is more than steps={self.steps}; lower it")
         if self.steps is not None and self.ema is not None and self.ema.start_step >= self.steps:
-            raise ValueError(
-                f"ema.start_step={self.ema.start_step}, so no weights are averaged in steps={self.steps}; lower it"
-            )
+            yield (f"ema.start_step={self.ema.start_step}, so no weights are averaged in steps={self.steps}; lower it")
         if self.bad_step_config.action == "rollback" and not self.checkpoint.has_scheduled_saves:
-            raise ValueError("on_bad_step=rollback needs checkpoints; set checkpoint.every, or on_bad_step=skip")
+            yield "on_bad_step=rollback needs checkpoints; set checkpoint.every, or on_bad_step=skip"
         if self.bad_step_config.action == "rollback" and self.checkpoint.replicate is not None:
-            raise ValueError(
+            yield (
                 "on_bad_step=rollback needs checkpoints of this attempt, which a run that resumes from memory "
                 "(checkpoint.replicate) does not have; set on_bad_step=skip, or leave checkpoint.replicate out"
             )
         if self.checkpoint.replicate is not None and not get_registry().find_implementations("open_state_replication"):
-            raise ValueError(
-                f"checkpoint.replicate needs a plugin that is not installed. {format_install_hint('replicate')}"
-            )
+            yield (f"checkpoint.replicate needs a plugin that is not installed. {format_install_hint('replicate')}")
         if self.elastic is not None and None not in (self.dp_size, self.tp_size, self.pp_size, self.cp_size):
-            raise ValueError(
+            yield (
                 f"elastic needs a size that depends on the number of ranks, but all sizes are set; leave out "
                 f"dp_size={self.dp_size}"
             )
-        return self
 
-    @model_validator(mode="after")
-    def _check_eval_sets(self) -> Self:
+    def _find_eval_problems(self) -> Iterator[str]:
         known = [*([HELD_OUT] if self.data.eval_fraction else []), *self.data.eval_sets]
         if self.ema is not None and self.ema.evaluate:
             known += [f"{name}{EMA_SUFFIX}" for name in known]
         stopping, best = self.eval.early_stopping, self.checkpoint.keep_best
         for key, wanted in (("eval.early_stopping.eval_set", stopping), ("checkpoint.keep_best.eval_set", best)):
             if wanted is not None and wanted.eval_set not in known:
-                raise ValueError(
+                yield (
                     f"{key}={wanted.eval_set!r} is not an evaluation set of this run. "
                     f"Known: {', '.join(known) or 'none'}"
                 )
         if stopping is not None and self.eval.every is None:
-            raise ValueError("eval.early_stopping needs evaluations before the end; set eval.every")
-        return self
+            yield "eval.early_stopping needs evaluations before the end; set eval.every"
 
     @property
     def bad_step_config(self) -> BadStepConfig:

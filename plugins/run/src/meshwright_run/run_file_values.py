@@ -9,7 +9,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from meshwright.plugin import ConfigError, apply_assignments, echo, is_url, parse_yaml, read_text
+from meshwright.plugin import ConfigError, apply_assignments, echo, parse_yaml, read_text
 
 from .data.config import STDLIB
 from .run_directory import CREATED_NAMES
@@ -91,7 +91,7 @@ def _resolve(value: Any, where: str, directory: Path) -> Any:
         return [_resolve(each, where, directory) for each in value]
     if not isinstance(value, str) or value in ("", STDLIB) or value.startswith("~") or os.path.isabs(value):
         return value
-    if is_url(value) or "\n" in value:
+    if "://" in value or "\n" in value:
         # A URL, or the text of a template.
         return value
     own = directory / value
