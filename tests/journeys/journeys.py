@@ -2,6 +2,7 @@
 
     python tests/journeys/journeys.py                # all
     python tests/journeys/journeys.py engineer --record
+    python tests/journeys/journeys.py slips --record    # the answers to slips.yaml
 
 A transcript is `tests/journeys/NAME.txt`. Its first line says who the user is. A line of output that begins with `= `
 is also printed by a page that a line `shown in PATH` names. A line `...` stands for any lines, `...` within a line for
@@ -21,6 +22,8 @@ import tempfile
 import time
 from dataclasses import dataclass, field
 from pathlib import Path
+
+import yaml
 
 DIRECTORY = Path(__file__).parent
 ROOT = DIRECTORY.parents[1]
@@ -124,12 +127,30 @@ def run_journey(journey: Journey, directory: Path) -> list[float]:
     return times
 
 
+def answer_slips() -> dict[str, str]:
+    """Return the error message of each slip, by its command line."""
+    environment = {**os.environ, "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}"}
+    answers = {}
+    for slip in yaml.safe_load((DIRECTORY / "slips.yaml").read_text())["slips"]:
+        line = f"meshwright {slip['line'].replace('FILE', 'examples/stdlib.yaml')}"
+        done = subprocess.run(
+            line.split(), cwd=ROOT, env=environment, capture_output=True, text=True, timeout=120, check=False
+        )
+        answers[line] = done.stderr.rpartition("\nsee ")[0]
+    return answers
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("names", nargs="*", help="journeys; default: all")
     parser.add_argument("--record", action="store_true", help="write the times to results.json")
     options = parser.parse_args()
     results = json.loads(RESULTS.read_text()) if RESULTS.exists() else {}
+    if "slips" in options.names:
+        answers, ratings = answer_slips(), {line: each["rating"] for line, each in results.get("slips", {}).items()}
+        results["slips"] = {line: {"answer": answer, "rating": ratings.get(line)} for line, answer in answers.items()}
+        RESULTS.write_text(json.dumps(results, indent=1) + "\n")
+        return
     for name in options.names or list_journeys():
         journey = load_journey(name)
         with tempfile.TemporaryDirectory() as directory:
