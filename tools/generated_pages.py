@@ -16,6 +16,7 @@ import sys
 import tempfile
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
+from html import escape
 from pathlib import Path
 from typing import Any
 
@@ -331,6 +332,44 @@ def render_trainer_arguments() -> str:
     return str(load_script("plugins/trainer/tests/arguments_page.py").page())
 
 
+def render_first_hour() -> str:
+    """The journeys of new users and the answers to their slips."""
+    found = load_results("journeys")
+    slips, start = found["slips"], found["start"]
+    lines = [
+        "# The first hour",
+        "",
+        "What new users do first, as transcripts in `tests/journeys`, with what each command prints. "
+        "`python tests/journeys/journeys.py` runs them; a test of the full tier does, too. Times are of two cores of a "
+        "shared machine, without a GPU.",
+        "",
+        f"From `git clone` to the first step of `make train`: {start['first_step_s']:,} s, of which installing takes "
+        f"{start['install_s']:,} s, with packages on disk. From there to the first answer of a fine-tuned model "
+        f"(`make sft`): {start['first_answer_s']:,} s.",
+        "",
+        "| journey | user | commands | seconds |",
+        "|---|---|---:|---:|",
+    ]
+    for name, each in found.items():
+        if name not in ("slips", "start"):
+            lines.append(f"| `{name}` | {each['user']} | {each['commands']} | {each['seconds']:,} |")
+    lines += [
+        "",
+        "## Slips",
+        "",
+        "What users of other libraries write, and the answer. Someone who had not seen the code rated each from 1 "
+        "(misleading) to 5 (it is clear at once what to write).",
+        "",
+        "| command | answer | rating |",
+        "|---|---|---:|",
+    ]
+    for line, each in slips.items():
+        answer = " ".join(each["answer"].removeprefix("error: ").split()).replace("|", "\\|")
+        answer = answer.removeprefix("examples/stdlib.yaml is not valid: ")
+        lines.append(f"| `{line}` | {escape(answer)} | {each['rating']} |")
+    return "\n".join(lines) + "\n"
+
+
 # -- of the sources
 
 
@@ -384,6 +423,7 @@ PAGE_RENDERERS: dict[str, Callable[[], str]] = {
     "reference/proofs/coverage.md": render_coverage,
     "reference/proofs/exports.md": render_exports,
     "reference/proofs/faults.md": render_faults,
+    "reference/proofs/first-hour.md": render_first_hour,
     "reference/proofs/gpu.md": render_gpu,
     "index.md": render_front_page,
     "reference/proofs/ignored-options.md": render_mutations,

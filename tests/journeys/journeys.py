@@ -7,7 +7,7 @@
 A transcript is `tests/journeys/NAME.txt`. Its first line says who the user is. A line of output that begins with `= `
 is also printed by a page that a line `shown in PATH` names. A line `...` stands for any lines, `...` within a line for
 any text; numbers may differ. `> ` continues a command.
-`--record` writes the times to results.json, of which docs/reference/proofs/first-hour.md is made.
+`--record` writes the times to benchmarks/results/journeys.json, of which docs/reference/proofs/first-hour.md is made.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ import yaml
 
 DIRECTORY = Path(__file__).parent
 ROOT = DIRECTORY.parents[1]
-RESULTS = DIRECTORY / "results.json"
+RESULTS = ROOT / "benchmarks" / "results" / "journeys.json"
 _LINKED = (
     "examples",
     "docs",

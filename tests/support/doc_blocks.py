@@ -26,6 +26,7 @@ DOCUMENTS = ("README.md", "docs/**/*.md", "plugins/*/README.md", "examples/*/REA
 GENERATED = (
     "docs/decisions",
     "docs/reference/api/README.md",
+    "docs/reference/proofs/first-hour.md",
     "docs/reference/proofs/ignored-options.md",
     "docs/reference/proofs/planted-bugs.md",
 )
