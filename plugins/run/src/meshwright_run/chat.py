@@ -28,6 +28,7 @@ from meshwright.plugin import (
     escape_unprintable,
     export_checkpoint,
     find_model_directory,
+    merge_adapter,
     open_world,
     read_adapter_config,
 )
@@ -98,14 +99,14 @@ def run_chat(
             model = load_trained_model(found.directory, found.base).to(device or "cpu")
             chat(model, load_tokenizer(found.directory), options, _read_terminal)
             return 0
-        if found.base is not None:
-            raise ConfigError(
-                f"{target} is an adapter, and several ranks (--nproc={nproc}) shard full models alone. Merge it "
-                f"(meshwright export --merge CHECKPOINT DIR) and chat with DIR; or leave --nproc out."
-            )
         from .launch.local import launch_ranks
 
         with tempfile.TemporaryDirectory(prefix="meshwright-chat-") as directory:
+            if found.base is not None:
+                # The ranks load parts of a full model.
+                merged = Path(directory) / "merged"
+                merge_adapter(found.directory, merged, base=found.base)
+                found = ChatModel(merged, None)
             pipe = Path(directory) / "lines"
             os.mkfifo(pipe)
             threading.Thread(target=_copy_lines, args=(sys.stdin, pipe), daemon=True).start()

@@ -69,7 +69,12 @@ def expect(directory: Path, messages: list[dict[str, str]]) -> str:
 
 
 @pytest.mark.parametrize(
-    ("name", "nproc"), mark_mostly_slow([("templated", "1"), ("templated", "2"), ("adapter", "1")], ("templated", "2"))
+    ("name", "nproc"),
+    mark_mostly_slow(
+        [("templated", "1"), ("templated", "2"), ("adapter", "1"), ("adapter", "2")],
+        ("templated", "2"),
+        ("adapter", "2"),
+    ),
 )
 def test_the_second_answer_follows_from_the_conversation(models: Path, name: str, nproc: str) -> None:
     directory = models / name
@@ -97,9 +102,3 @@ def test_a_full_conversation_says_so_and_continues(models: Path) -> None:
     assert "fills all 64 positions of the model. Start a new one: /reset." in printed
     answer = expect(models / "templated", [{"role": "user", "content": "4 is"}])
     assert printed.split("\n> ")[-2] == escape_unprintable(answer)
-
-
-def test_ranks_do_not_shard_an_adapter(models: Path) -> None:
-    words = [sys.executable, "-m", "meshwright", "chat", str(models / "adapter"), "--nproc", "2"]
-    found = subprocess.run(words, input="", capture_output=True, text=True, timeout=240, check=False)
-    assert (found.returncode, "meshwright export --merge" in found.stderr) == (2, True)
