@@ -167,9 +167,7 @@ def open_checkpoint_storage(location: str, key_file: str | None) -> Storage:
 
 def show_data(
     run_file: RunFileArgument,
-    assignments: Annotated[
-        list[str] | None, typer.Option("--set", metavar="KEY=VALUE", help="Change a value, such as data.seq_len=512.")
-    ] = None,
+    assignments: SetOption = None,
     rows: Annotated[int, typer.Option(min=0, help="Number of rows to show in full.")] = 2,
     png: Annotated[
         Path | None, typer.Option(help="PNG file to write, with a plot of lengths and supervised tokens.")
@@ -238,6 +236,14 @@ def schema() -> None:
     echo(json.dumps(run_schema(), indent=2) + "\n")
 
 
+StrategyOption = Annotated[
+    str | None,
+    typer.Option(
+        help="Strategy; default: the one recommended for this number of devices.", autocompletion=complete_strategy
+    ),
+]
+
+
 def init(
     file: Annotated[Path, typer.Argument(help="Run file to write.")] = Path("run.yaml"),
     model: Annotated[
@@ -260,12 +266,7 @@ def init(
     devices: Annotated[
         int | None, typer.Option(min=1, help="Number of ranks on this machine; default: the devices found.")
     ] = None,
-    strategy: Annotated[
-        str | None,
-        typer.Option(
-            help="Strategy; default: the one recommended for this number of devices.", autocompletion=complete_strategy
-        ),
-    ] = None,
+    strategy: StrategyOption = None,
     steps: Annotated[
         int | None, typer.Option(min=1, help="Number of optimizer steps; default: 300, or 3 epochs of your files.")
     ] = None,

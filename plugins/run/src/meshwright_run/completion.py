@@ -70,7 +70,7 @@ def complete_strategy(incomplete: str) -> list[str]:
 
 
 def complete_checkpoint(incomplete: str) -> list[str]:
-    """Return directories of checkpoints, newest first, and other directories to go on with."""
+    """Return directories of checkpoints, newest first, and the directories that the text may continue to."""
     found = sorted(glob.glob(f"{glob.escape(incomplete)}*"), reverse=True)
     directories = [each for each in found if Path(each).is_dir()]
     below = sorted(glob.glob(f"{glob.escape(incomplete)}*/checkpoints/step-*"), reverse=True)

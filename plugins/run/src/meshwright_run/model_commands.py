@@ -18,14 +18,21 @@ from meshwright.plugin import (
     join_launcher,
 )
 
-from .commands import KeyFile, open_checkpoint_storage
+from .commands import CheckpointArgument, KeyFile, open_checkpoint_storage
 from .completion import complete_checkpoint
+
+ModelArgument = Annotated[
+    str,
+    typer.Argument(
+        help="Run directory, checkpoint, model directory, or Hub id.",
+        metavar="MODEL",
+        autocompletion=complete_checkpoint,
+    ),
+]
 
 
 def export(
-    checkpoint: Annotated[
-        str, typer.Argument(help="Directory or URL of the checkpoint.", autocompletion=complete_checkpoint)
-    ],
+    checkpoint: CheckpointArgument,
     output: Annotated[Path, typer.Argument(help="Hugging Face directory to write; new or empty.")],
     dtype: Annotated[
         str | None, typer.Option(help="Dtype of the weights, such as float32 or bfloat16; default: as saved.")
@@ -87,14 +94,7 @@ def export(
 
 
 def evaluate(
-    model: Annotated[
-        str,
-        typer.Argument(
-            help="Run directory, checkpoint, model directory, or Hub id.",
-            metavar="MODEL",
-            autocompletion=complete_checkpoint,
-        ),
-    ],
+    model: ModelArgument,
     data: Annotated[
         list[str] | None,
         typer.Option(help="Files of a set, GLOB or NAME=GLOB; repeatable. Default: the evaluation sets of the run."),
@@ -153,14 +153,7 @@ def evaluate(
 
 
 def chat(
-    model: Annotated[
-        str,
-        typer.Argument(
-            help="Run directory, checkpoint, model directory, or Hub id.",
-            metavar="MODEL",
-            autocompletion=complete_checkpoint,
-        ),
-    ],
+    model: ModelArgument,
     system: Annotated[str | None, typer.Option(help="System message of the conversation.")] = None,
     max_new_tokens: Annotated[int, typer.Option(min=1, help="Most tokens of an answer.")] = 256,
     temperature: Annotated[float, typer.Option(min=0, help="Sampling temperature; 0: the most likely token.")] = 0.7,

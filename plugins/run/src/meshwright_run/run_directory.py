@@ -20,6 +20,7 @@ from meshwright.plugin import ConfigError, open_regular_file, parse_json, read_j
 
 from .profile.config import FAULT_DIRECTORY
 from .profile.config import PROFILE_DIRECTORY as PROFILE
+from .run_file_values import CREATED_NAMES as CREATED_NAMES
 from .run_sections import CheckpointConfig
 
 if TYPE_CHECKING:
@@ -33,8 +34,6 @@ CHECKPOINTS, EVENTS, RANK_LOGS, REFERENCE = "checkpoints", "events.jsonl", "rank
 TIMELINE, PLANNED_SCHEDULE = "timeline", "planned.json"
 LOCK, LOCK_OWNER = ".lock", ".lock.json"
 """The locked file, and a separate file that names the owner, since an attempt to lock may truncate the locked file."""
-CREATED_NAMES = ".written.json"
-"""File with the names that runs have created in the directory: only these may be replaced."""
 IN_PROGRESS = (f"{MODEL}.checkpoint", f"{MODEL}.writing", f"{AVERAGED_MODEL}.writing")
 """Directories of an export in progress: the checkpoint to export, and the models to rename."""
 OUTPUT_DIRECTORIES = (CHECKPOINTS, MODEL, AVERAGED_MODEL, RANK_LOGS, TIMELINE, PROFILE, FAULT_DIRECTORY, *IN_PROGRESS)

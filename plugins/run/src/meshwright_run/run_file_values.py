@@ -12,8 +12,9 @@ from typing import Any
 from meshwright.plugin import ConfigError, apply_assignments, echo, parse_yaml, read_text
 
 from .data.config import STDLIB
-from .run_directory import CREATED_NAMES
 
+CREATED_NAMES = ".written.json"
+"""File with the names that runs have created in the directory: only these may be replaced."""
 _MODEL_KEYS = (("model", "path"), ("model", "checkpoint"), ("model", "peft", "adapter"))
 _DATA_KEYS = frozenset({"files", "dataset", "tokenizer", "chat_template", "corpus"})
 

@@ -29,7 +29,7 @@ def check_is_text(file: BinaryIO, path: Path) -> None:
         if start.startswith(signature):
             raise DataError(f"{path} is not text, but {what}.")
     encoding = next((each for mark, each in _BYTE_ORDER_MARKS.items() if start.startswith(mark)), "")
-    if not encoding and b"\x00" in start[:2]:
+    if not encoding and start[:2].count(0) == 1:
         encoding = "utf-16be" if start[:1] == b"\x00" else "utf-16le"
     if encoding:
         raise DataError(

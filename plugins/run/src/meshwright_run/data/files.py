@@ -142,8 +142,9 @@ class _ZstdReader(io.RawIOBase):
 
 
 def _read_text(file: BinaryIO, path: Path) -> Iterator[LocatedValue]:
+    content = _read_document(file, path)
     try:
-        yield {"text": _decode_utf8(_read_document(file, path), str(path))}, str(path)
+        yield {"text": _decode_utf8(content, str(path))}, str(path)
     except DataError as error:
         yield error, str(path)
 
