@@ -248,7 +248,7 @@ def apply_assignments(values: Mapping[str, Any], assignments: Sequence[str]) -> 
         except ValueError as error:
             raise ConfigError(f"--set {assignment!r}: the value is not valid YAML: {error}") from None
         section: Any = changed
-        *parents, last = key.split(".")
+        *parents, last = re.sub(r"\[(\d+)\]", r".\1", key).split(".")
         for parent in parents:
             if isinstance(section, dict) and section.get(parent) is None:
                 section[parent] = {}
@@ -264,8 +264,12 @@ def _find_key(section: Any, key: str, assignment: str) -> Any:
     if not isinstance(section, list):
         raise ConfigError(f"--set {assignment!r}: {key!r} is a key of {section!r}, which has no keys of its own.")
     if not key.isdecimal() or int(key) >= len(section):
-        allowed = f"a number from 0 to {len(section) - 1}" if section else "nothing, since the list is empty"
-        raise ConfigError(f"--set {assignment!r}: {key!r} selects an element of a list. Allowed: {allowed}.")
+        count = len(section)
+        elements = f"it has {count} element{'s' if count > 1 else ''}, 0" + (f" to {count - 1}" if count > 1 else "")
+        raise ConfigError(
+            f"--set {assignment!r}: {key!r} selects an element of a list, but "
+            f"{elements if section else 'it is empty'}. To replace the list, write its value: [...]."
+        )
     return int(key)
 
 

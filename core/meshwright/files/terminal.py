@@ -86,7 +86,12 @@ def create_console(**options: Any) -> Console:
         def process_renderables(self, renderables: list[Any]) -> list[Any]:
             return [_EscapedRenderable(each) for each in renderables]
 
-    console = Console(markup=False, emoji=False, **options)
+    class Continuing(Console):
+        def on_broken_pipe(self) -> None:
+            """Print no more if the reader has ended, such as `head`; rich would end the process, and with it a run."""
+            self.quiet = True
+
+    console = Continuing(markup=False, emoji=False, **options)
     console.push_render_hook(Escaping())
     return console
 

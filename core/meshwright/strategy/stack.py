@@ -115,6 +115,7 @@ def resolve(
         MeshError: the sizes do not fill the world, or no strategy claims an axis. The message lists those that could.
     """
     registry = registry or get_registry()
+    sizes = coerce_config(MeshSizes, sizes, where="sizes") if isinstance(sizes, Mapping) else sizes
     named = registry.get(find_strategy_name(config, registry) if strategy is None else strategy)
     wrapper_values = {normalize_name(name): values for name, values in (wrapper_config or {}).items()}
     if named.is_wrapper:

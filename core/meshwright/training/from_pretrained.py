@@ -7,7 +7,8 @@ for this process alone. `manager.mesh.world.close()` or the end of the process d
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypedDict, Unpack
@@ -18,7 +19,7 @@ from pydantic import BaseModel
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from ..base.errors import MeshError, ModelError
+from ..base.errors import MeshError, MeshwrightError, ModelError
 from ..base.validation import validate_config
 from ..files.terminal import warn
 from ..launch.open_world import open_world
@@ -111,9 +112,10 @@ def from_pretrained(
         MeshwrightError: sizes, config, directory or files are invalid, or the strategy cannot train the model (on all
             ranks).
     """
-    manager = _build_manager(strategy, sizes, config, wrapper_config, device, world, device_mesh, moe_mesh)
-    wanted = PretrainedRequest(path, hf_config, dtype, seed, revision, allow_pickle, trust_remote_code, peft)
-    manager.parallelize(*open_pretrained_model(manager.mesh.world, wanted))
+    with _close_on_error():
+        manager = _build_manager(strategy, sizes, config, wrapper_config, device, world, device_mesh, moe_mesh)
+        wanted = PretrainedRequest(path, hf_config, dtype, seed, revision, allow_pickle, trust_remote_code, peft)
+        manager.parallelize(*open_pretrained_model(manager.mesh.world, wanted))
     return manager
 
 
@@ -159,11 +161,26 @@ def from_config(
             else apply_adapter(model, weights, adapters, None, seed=seed, where="peft")
         )
 
-    manager = _build_manager(strategy, sizes, config, wrapper_config, device, world, device_mesh, moe_mesh)
-    call_world = manager.mesh.world
-    adapters = call_world.run_on_all_ranks(lambda: None if peft is None else parse_adapter_options(peft, where="peft"))
-    manager.parallelize(*call_world.run_on_all_ranks(build))
+    with _close_on_error():
+        manager = _build_manager(strategy, sizes, config, wrapper_config, device, world, device_mesh, moe_mesh)
+        call_world = manager.mesh.world
+        adapters = call_world.run_on_all_ranks(
+            lambda: None if peft is None else parse_adapter_options(peft, where="peft")
+        )
+        manager.parallelize(*call_world.run_on_all_ranks(build))
     return manager
+
+
+@contextmanager
+def _close_on_error() -> Iterator[None]:
+    """Destroy the process group that the call has started if it fails with the same error on all ranks."""
+    had_group = dist.is_initialized()
+    try:
+        yield
+    except MeshwrightError:
+        if not had_group and dist.is_initialized():
+            dist.destroy_process_group()
+        raise
 
 
 @dataclass(frozen=True)

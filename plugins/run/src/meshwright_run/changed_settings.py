@@ -9,10 +9,7 @@ from meshwright.plugin import CheckpointError, Manifest, StorageReader
 
 from .run_file import RunConfig, to_redacted_dict
 from .run_sections import AllowedChange, ResumeConfig
-from .settings_diff import diff_settings
-
-_MAX_LISTED = 5
-"""Number of changed settings that an error lists."""
+from .settings_diff import diff_settings, join_changes
 
 
 def find_changed_settings(
@@ -67,8 +64,7 @@ def _describe_changes(names: Sequence[str], saved_run: Any, config: RunConfig) -
         exact = [each for each in changed if each[0] == name or each[0].startswith(f"{name}.")]
         found = exact or [each for each in changed if each[0] == section or each[0].startswith(f"{section}.")]
         parts |= dict.fromkeys([f"{key}={now} (was {before})" for key, before, now in found] or [name])
-    more = f" and {len(parts) - _MAX_LISTED} more" if len(parts) > _MAX_LISTED else ""
-    return ", ".join(list(parts)[:_MAX_LISTED]) + more
+    return join_changes(list(parts))
 
 
 def _describe_allowance(refused: Sequence[str], resume: ResumeConfig) -> str:

@@ -32,6 +32,7 @@ from meshwright.plugin import (
 )
 
 from .completion import complete_checkpoint, complete_strategy
+from .run_directory import CHECKPOINTS, RUN_FILE
 
 if TYPE_CHECKING:
     from meshwright.plugin import Storage
@@ -162,7 +163,10 @@ def open_checkpoint_storage(location: str, key_file: str | None) -> Storage:
     from meshwright.plugin import StorageOptions, open_storage, read_signing_key
 
     key = None if key_file is None else read_signing_key(key_file, where="--key-file")
-    return open_storage(location, StorageOptions(key))
+    # The directory of a run has its checkpoints in one below it.
+    below = Path(location) / CHECKPOINTS
+    is_run = (Path(location) / RUN_FILE).is_file() and below.is_dir()
+    return open_storage(str(below) if is_run else location, StorageOptions(key))
 
 
 def show_data(

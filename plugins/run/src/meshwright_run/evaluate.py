@@ -151,8 +151,12 @@ def build_eval_job(
         formats = {validate_config(SourceConfig, each, where="--data").base_format for each in section["sources"]}
         values["data"] = {**_keep_tokenization(values.get("data") or {}, formats), **section}
     elif not values.get("data") and tasks is None:
-        kind = "is a model" if Path(target).is_dir() else "is not a directory, and would be a model of the Hub"
-        raise ConfigError(f"{target} {kind}, so it names no data. Give files: --data 'eval/*.jsonl'.")
+        if not Path(target).is_dir():
+            raise ConfigError(
+                f"there is no run, checkpoint or model directory {target}. A model of the Hub needs files: --data "
+                "'eval/*.jsonl'."
+            )
+        raise ConfigError(f"{target} is a model, so it names no data. Give files: --data 'eval/*.jsonl'.")
     # The model brings its tokenizer, also one that its run has trained.
     values["data"] = {key: each for key, each in (values.get("data") or {}).items() if key != "vocab_size"}
     values |= {"steps": 1, "batch_size": 1, "sample": None}

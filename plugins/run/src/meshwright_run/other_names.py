@@ -33,7 +33,6 @@ _NAMES = {
     "strategy": "fsdp fsdp_config deepspeed distributed_type distributed parallelism",
     "strategy_config.activation_checkpointing": "gradient_checkpointing activation_checkpointing activation_checkpoint "
     "use_gradient_checkpointing gradient_checkpointing_kwargs recompute_granularity",
-    "strategy_config.offload_policy": "cpu_offload offload fsdp_offload_params offload_optimizer enable_cpu_offload",
     "strategy_config.enable_compile": "torch_compile compile",
     "model.path": "model_name_or_path base_model model_name model_id pretrained_model_name_or_path model_path",
     "model.attn_implementation": "flash_attention use_flash_attention_2 attn_implementation flash_attn",
@@ -55,8 +54,6 @@ _NAMES = {
     "checkpoint.keep_last": "save_total_limit keep_latest_k",
     "checkpoint.keep_best": "load_best_model_at_end metric_for_best_model save_top_k",
     "log_every": "logging_steps log_freq log_interval log_every_n_steps",
-    "trackers": "report_to log_with wandb wandb_project use_wandb enable_wandb tensorboard enable_tensorboard logger "
-    "loggers",
     "output_dir": "output_path save_dir dump_folder checkpoint_dir logging_dir default_root_dir",
     "overwrite": "overwrite_output_dir",
     "objective": "loss loss_fn loss_type stage rl training_type",
@@ -64,6 +61,11 @@ _NAMES = {
     "profile": "profiler enable_profiling",
 }
 _NOTES = {
+    "cpu_offload offload fsdp_offload_params offload_optimizer enable_cpu_offload": "Write "
+    "strategy_config.offload_policy={pin_memory: true}",
+    "wandb wandb_project use_wandb enable_wandb report_to log_with logger loggers": "Write trackers=[wandb], or "
+    "another tracker's name, or a mapping with its options: trackers=[{name: wandb, project: NAME}]",
+    "tensorboard enable_tensorboard": "Write trackers=[tensorboard]",
     "bf16 fp16 half precision mixed_precision dtype torch_dtype mixed_precision_param autocast": "Write "
     "model.dtype=bfloat16 to store the weights in bfloat16; or, for mixed precision with float32 weights, "
     "strategy_config.mp_policy={param_dtype: bfloat16, reduce_dtype: float32}",
@@ -86,6 +88,7 @@ SHORT_FORMS: Mapping[str, str] = {
     "data": "data.sources=[{{files: {}}}]",
 }
 """By section, what to write for a text in its place."""
+NO_EVALUATION = "null does not switch evaluation off; data.eval_fraction=0 holds no data out, so nothing is evaluated"
 OTHER_NAMES: Mapping[str, str] = {
     **{name: f"Here it is {key}" for key, names in _NAMES.items() for name in names.split()},
     **{name: note for names, note in _NOTES.items() for name in names.split()},

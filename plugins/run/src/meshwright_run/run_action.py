@@ -21,8 +21,9 @@ from meshwright.plugin import (
 )
 
 from .run_directory import RunDirectory
-from .run_file import RunConfig, load_run
+from .run_file import RunConfig, load_run, to_redacted_dict
 from .run_sections import EvalConfig, MetricsConfig
+from .settings_diff import diff_settings, join_changes
 
 NEVER, AUTO = "never", "auto"
 
@@ -113,8 +114,19 @@ def _choose_action(config: RunConfig, directory: RunDirectory, num_steps: int | 
             f"checkpoint.path={config.checkpoint.path!r} holds {saved[0].name} of an earlier run. Name another location"
         )
     if held and not config.overwrite:
-        raise ConfigError(f"{held[0]}, or set overwrite=true to replace them.")
+        raise ConfigError(f"{held[0]}, or set overwrite=true to replace them.{_describe_difference(config, directory)}")
     return RunAction.OVERWRITE if held else RunAction.FRESH
+
+
+def _describe_difference(config: RunConfig, directory: RunDirectory) -> str:
+    """Return a sentence on the settings that differ from those of the earlier run; empty if it has no run file."""
+    before = _load_previous_config(directory)
+    if before is None:
+        return ""
+    changed = diff_settings(to_redacted_dict(before), to_redacted_dict(config))
+    ignored = ("overwrite", "resume", "output_dir")
+    texts = [f"{key}={now} (was {then})" for key, then, now in changed if key.partition(".")[0] not in ignored]
+    return f" That run had other settings: {join_changes(texts)}." if texts else ""
 
 
 def _should_extend_finished(config: RunConfig, directory: RunDirectory, num_steps: int | None) -> bool:

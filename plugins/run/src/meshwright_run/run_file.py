@@ -33,7 +33,7 @@ from meshwright.plugin import (
 
 from .data.config import DataConfig
 from .data.order import check_batch_size
-from .other_names import OTHER_NAMES, SHORT_FORMS
+from .other_names import NO_EVALUATION, OTHER_NAMES, SHORT_FORMS
 from .profile.config import ProfileConfig
 from .run_file_values import read_values
 from .run_sections import (
@@ -206,6 +206,13 @@ class BaseRunConfig(MeshSizes):
     def _check_no_short_form(cls, value: Any, info: ValidationInfo) -> Any:
         if isinstance(value, str):
             raise ValueError(f"must be a mapping. Write {SHORT_FORMS[str(info.field_name)].format(value)}")
+        return value
+
+    @field_validator("eval", mode="before")
+    @classmethod
+    def _check_not_null(cls, value: Any) -> Any:
+        if value is None:
+            raise ValueError(NO_EVALUATION)
         return value
 
     @field_validator("model")

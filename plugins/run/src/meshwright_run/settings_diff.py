@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, get_args
 
 from pydantic import BaseModel
@@ -39,6 +39,15 @@ def list_defaults(config: type[BaseModel], prefix: str = "") -> dict[str, Any]:
 
 def _is_config(annotation: Any) -> bool:
     return isinstance(annotation, type) and issubclass(annotation, BaseModel)
+
+
+_MAX_LISTED = 5
+
+
+def join_changes(texts: Sequence[str]) -> str:
+    """Return the first of some changes as a list, and the number of the others."""
+    more = f" and {len(texts) - _MAX_LISTED} more" if len(texts) > _MAX_LISTED else ""
+    return ", ".join(texts[:_MAX_LISTED]) + more
 
 
 def _flatten(values: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:

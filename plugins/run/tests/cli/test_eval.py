@@ -84,7 +84,7 @@ def test_a_model_is_evaluated_on_files_as_transformers_computes_it(run_file: Pat
     ("arguments", "message"),
     [
         (["{out}/model"], "is a model, so it names no data. Give files: --data"),
-        (["no/such-run"], "no/such-run is not a directory, and would be a model of the Hub, so it names no data."),
+        (["no/such-run"], "there is no run, checkpoint or model directory no/such-run."),
         (["{out}", "--data", "missing/*.txt"], "missing/*.txt"),
         (["{out}", "--data", "a.txt", "--data", "b/a.txt"], "two sets are called 'a'"),
         (["{out}", "--set", "tp_size=3"], "tp_size"),

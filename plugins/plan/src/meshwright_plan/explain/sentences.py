@@ -249,7 +249,7 @@ def _describe_checkpoints(facts: RunFacts) -> Iterator[str]:
     if stops.signals:
         yield (
             f"On {_join_names(stops.signals)}, the run stops after its step, saves a checkpoint, and exits with code "
-            f"{stops.exit_code}."
+            f"{stops.exit_code}" + (" (130 after SIGINT)." if "SIGINT" in stops.signals else ".")
         )
     else:
         yield "A signal ends the run at once, without a checkpoint."

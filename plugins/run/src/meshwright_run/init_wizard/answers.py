@@ -134,8 +134,8 @@ def check_data_files(globs: Sequence[str], format: Format, model: str | None) ->
     """Raise ConfigError if a new model would have no tokenizer for the format, or DataError for invalid files."""
     if model is None and format != "text":
         raise ConfigError(
-            f"--format={format} needs an existing tokenizer, but a new model has none: a tokenizer can be trained "
-            "only on text. Give --model, the directory of a model with its tokenizer, or --format text."
+            f"{', '.join(globs)}: the format {format} needs an existing tokenizer, but a new model has none: one "
+            "can be trained only on text. Give --model, the directory of a model with its tokenizer."
         )
     source = resolve_source(validate_config(SourceConfig, {"files": list(globs), "format": format}, where="--data"))
     paths = [file.path for file in source.files]

@@ -54,7 +54,12 @@ def detect_layout(globs: Sequence[str], *, format: Format | None = None) -> Data
     for value, location in _iter_first_values(globs):
         if isinstance(value, DataError):
             raise value
-        if not isinstance(value, Mapping) or not value:
+        if not isinstance(value, Mapping):
+            raise DataError(
+                f"{location}: holds a JSON {type(value).__name__}. Each example must be one object, such as "
+                '{"text": ...}.'
+            )
+        if not value:
             continue
         layout = find_layout(value)
         if format is not None:
