@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from contextlib import closing
 from pathlib import Path
 from typing import Any
@@ -200,3 +202,13 @@ def test_models_that_would_be_trained_in_float16_are_refused(strategy: str) -> N
         pytest.raises(ModelError, match=r"is to be trained in float16: .* Load the model in bfloat16 or float32"),
     ):
         build_empty_manager(strategy).parallelize(build_tiny_model(dtype=torch.float16))
+
+
+def test_a_failed_load_leaves_no_process_group(tmp_path: Path) -> None:
+    script = (
+        "import torch.distributed as dist, meshwright as mw\n"
+        "for load in (lambda: mw.from_pretrained('nowhere', 'fsdp2'), lambda: mw.from_config({}, 'fsdp2')):\n"
+        "    try:\n        load()\n    except mw.MeshwrightError:\n        print(dist.is_initialized())\n"
+    )
+    done = subprocess.run([sys.executable, "-c", script], cwd=tmp_path, capture_output=True, text=True, check=False)
+    assert done.stdout.split() == ["False", "False"], done.stderr

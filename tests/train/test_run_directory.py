@@ -6,6 +6,7 @@ import json
 import math
 import os
 import re
+import shlex
 import signal
 import subprocess
 import sys
@@ -215,6 +216,16 @@ def test_without_a_checkpoint_a_finished_run_does_not_continue(place: RunWorkspa
     replaced = f"a finished run (2 of 2 steps) with the model in {place.out / 'model'}"
     assert f"overwrite=true: removing {replaced}" in place.run_successfully(steps=2, overwrite=True, **other)
     assert place.read_contents()["run.yaml"] != before["run.yaml"]
+
+
+@pytest.mark.slow
+def test_a_run_whose_output_is_no_longer_read_continues(place: RunWorkspace) -> None:
+    file = place.write_run_file(steps=4, nproc=1)
+    line = f"{shlex.quote(sys.executable)} -m meshwright train {shlex.quote(str(file))} | head -1"
+    done = subprocess.run(["bash", "-o", "pipefail", "-c", line], capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stderr.count("Error")) == (0, 0), done.stderr
+    assert len(place.read_metrics()) == 4
+    assert (place.out / "model" / "model.safetensors").exists()
 
 
 @pytest.mark.slow
