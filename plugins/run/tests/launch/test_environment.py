@@ -111,7 +111,7 @@ def test_ranks_and_the_command_line_have_expandable_segments(monkeypatch: pytest
     monkeypatch.setenv("PYTHONSAFEPATH", "1")
     monkeypatch.setattr(command_line, "exit_process", lambda code: seen.append(code))
     seen: list[object] = []
-    monkeypatch.setattr(command_line, "build_app", lambda: lambda: seen.append(_setting()))
+    monkeypatch.setattr(command_line, "_invoke", lambda _: seen.append(_setting()) or 0)
     command_line.main()
     assert seen == ["expandable_segments:True", 0]
 
