@@ -96,8 +96,8 @@ def _drop_derived_warmup(*schedules: Mapping[str, Any]) -> list[dict[str, Any]]:
 
     The steps that follow from a ratio change with the length of the run, and a ratio may be written as steps.
     """
-    (steps, ratio), (steps_before, ratio_before) = ((s.get("warmup_steps"), s.get("warmup_ratio")) for s in schedules)
-    if steps == steps_before or (ratio is not None and ratio == ratio_before):
+    ratio, (steps, steps_before) = schedules[0].get("warmup_ratio"), (each.get("warmup_steps") for each in schedules)
+    if steps == steps_before:
         dropped = {"warmup_steps", "warmup_ratio"}
     else:
         dropped = {"warmup_ratio"} if ratio is None else {"warmup_steps"}
