@@ -344,8 +344,8 @@ def render_first_hour() -> str:
         "shared machine, without a GPU.",
         "",
         f"From `git clone` to the first step of `make train`: {start['first_step_s']:,} s, of which installing takes "
-        f"{start['install_s']:,} s, with packages on disk. From there to the first answer of a fine-tuned model "
-        f"(`make sft`): {start['first_answer_s']:,} s.",
+        f"{start['install_s']:,} s, with packages on disk. To the first answer of a fine-tuned model, the journey "
+        f"`fine_tuner` takes {found['fine_tuner']['seconds']:,} s more.",
         "",
         "| journey | user | commands | seconds |",
         "|---|---|---:|---:|",
