@@ -31,8 +31,8 @@ RESULTS = ROOT / "benchmarks" / "results" / "mutations.json"
 TABLE = ROOT / "docs" / "reference" / "proofs" / "ignored-options.md"
 _PER_TOKEN = "no effect: under every strategy the loss is per token of the global batch"
 REASONS = {
-    "DataConfig.template": "only eight tests run, and those that encode with each template (test_layouts) are not among "
-    "them",
+    "DataConfig.template": "only eight tests run; those that encode with each template (test_layouts) are not "
+    "among them",
     "MegatronFSDPConfig.calculate_per_token_loss": _PER_TOKEN,
     "nvfsdp_strategy_parallelize.calculate_per_token_loss": _PER_TOKEN,
     "RunConfig.plan": "each of its options is tried by itself",
