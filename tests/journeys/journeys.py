@@ -40,7 +40,7 @@ _LINKED = (
     "constraints.txt",
     "pyproject.toml",
 )
-_NUMBER = re.compile(r"[-+]?\d[\d,]*(\.\d+)?(e[-+]?\d+)?%?")
+_NUMBER = re.compile(r"[-+]?\d+(,\d+)*(\.\d+)?(e[-+]?\d+)?%?")
 TIMEOUT_S = 1200
 
 

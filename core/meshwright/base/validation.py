@@ -82,12 +82,9 @@ class FrozenModel(_PositionalModel):
         """Reject a bool as a number, and read "none" as null where no text is allowed."""
         # pydantic's strict mode rejects a bool as a number, but not as a Literal of numbers, since True == 1.
         annotation = cls.model_fields[str(info.field_name)].annotation
-        if (
-            isinstance(value, str)
-            and value.lower() == "none"
-            and {type(None)} == {type(None), str} & _find_types(annotation)
-        ):
-            return None
+        if isinstance(value, str) and value.lower() == "none":
+            types = _find_types(annotation)
+            return None if type(None) in types and str not in types else value
         allowed = _get_literal_values(annotation)
         equal = [each for each in allowed if each == value]
         if isinstance(value, bool) and equal and not any(isinstance(each, bool) for each in equal):

@@ -92,8 +92,7 @@ class RankModel:
         rows = [
             [*context, *continuation][-self.max_length :] for context, continuation in (requests[n] for n in numbers)
         ]
-        length = -(-max(map(len, rows)) // _LENGTH_MULTIPLE) * _LENGTH_MULTIPLE
-        length = min(length, max(self.max_length, *map(len, rows)))
+        length = min(-(-max(map(len, rows)) // _LENGTH_MULTIPLE) * _LENGTH_MULTIPLE, self.max_length)
         ids = torch.zeros(self.micro_batch_size, length, dtype=torch.int64)
         labels = torch.full_like(ids, IGNORE_INDEX)
         for index, (row, number) in enumerate(zip(rows[own], numbers[own], strict=True)):

@@ -136,8 +136,10 @@ def evaluate(
         chosen = TaskOptions(tuple(tasks), task_dir, num_fewshot, limit) if tasks else None
         if chosen is not None:
             check_harness(chosen, trusts_code=trust_task_code)
-        elif task_dir is not None or num_fewshot is not None or limit is not None:
-            raise ConfigError("--task-dir, --num-fewshot and --limit belong to tasks. Name one: --task NAME.")
+        elif task_dir is not None or num_fewshot is not None or limit is not None or trust_task_code:
+            raise ConfigError(
+                "--task-dir, --trust-task-code, --num-fewshot and --limit belong to tasks. Name one: --task NAME."
+            )
         job = build_eval_job(
             model,
             data or [],

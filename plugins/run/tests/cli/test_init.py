@@ -13,10 +13,9 @@ from pathlib import Path
 
 import pytest
 from support.commands import LAUNCHER_VARIABLES
-from typer.testing import CliRunner
+from support.commands import invoke_in_process as invoke
 
 from meshwright.base.errors import ConfigError
-from meshwright.cli import main as cli
 from meshwright_run.data.tokenizer import train_tokenizer
 from meshwright_run.init_wizard import answers
 from meshwright_run.init_wizard.answers import InitAnswers, Machine, inspect_model
@@ -53,11 +52,6 @@ def _alone(monkeypatch, made) -> None:
         monkeypatch.delenv(name, raising=False)
     monkeypatch.chdir(made)
     monkeypatch.setenv("XDG_CACHE_HOME", str(made / "cache"))
-
-
-def invoke(*arguments: str) -> tuple[int, str]:
-    done = CliRunner().invoke(cli.app, [*arguments])
-    return done.exit_code, done.output
 
 
 def written(file: Path, *flags: str) -> RunConfig:

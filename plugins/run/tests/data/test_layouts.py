@@ -10,10 +10,9 @@ import numpy as np
 import pytest
 from support.chat_templates import build_record
 from support.commands import LAUNCHER_VARIABLES
-from typer.testing import CliRunner
+from support.commands import invoke_in_process as invoke
 
 from meshwright.base.errors import ConfigError, DataError
-from meshwright.cli import main as cli
 from meshwright_run.data import DataConfig, SourceConfig, prepare_data, read_records
 from meshwright_run.data.encoder import Encoder
 from meshwright_run.data.parallel_tokenization import build_tokenization
@@ -96,11 +95,6 @@ def _alone(monkeypatch, made) -> None:
         monkeypatch.delenv(name, raising=False)
     monkeypatch.chdir(made)
     monkeypatch.setenv("XDG_CACHE_HOME", str(made / "cache"))
-
-
-def invoke(*arguments: str) -> tuple[int, str]:
-    done = CliRunner().invoke(cli.app, [*arguments])
-    return done.exit_code, done.output
 
 
 def init(name: str) -> str:
