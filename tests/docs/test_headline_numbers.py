@@ -31,7 +31,9 @@ def test_every_layout_has_the_losses_of_one_process_as_readme_says() -> None:
     one = np.array(LAYOUTS[front_runs.ONE]["losses"])
     assert len(one) == front_runs.STEPS
     assert one[-5:].mean() < one[:5].mean() - 1
-    said = re.search(r"all stay within (\S+) of that process: .* the difference is (\S+)\.", README.replace("\n", " "))
+    said = re.search(
+        r"in float64 within (\S+) of one process, .* within (\S+) with norms in float64", README.replace("\n", " ")
+    )
     assert said is not None
     for reported, losses in zip(map(float, said.groups()), ("losses", "losses_wide_norms"), strict=True):
         assert reported / 10 < max(front.apart(LAYOUTS, name, losses) for name in LAYOUTS) <= reported

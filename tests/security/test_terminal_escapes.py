@@ -111,7 +111,7 @@ def test_the_name_of_a_source_is_text_in_its_progress(monkeypatch: pytest.Monkey
 # -- nothing else writes
 
 
-WRITES = {"print", "input", "Console", "rich.console.Console", "rich.print", "typer.echo", "click.echo"}
+WRITES = {"print", "input", "Console", "Continuing", "rich.console.Console", "rich.print", "typer.echo", "click.echo"}
 WRITES |= {"warnings.warn", "warnings.warn_explicit", "Text.from_markup"}
 OF_STREAMS = {"stdout", "stderr", "__stdout__", "__stderr__"}
 MARKUP = {
@@ -150,7 +150,7 @@ def test_nothing_else_writes_to_a_terminal() -> None:
     # The prompt of `input` is a constant.
     chat = "plugins/run/src/meshwright_run/chat.py"
     assert found == {
-        "core/meshwright/files/terminal.py": ["warnings.warn", "Console", "Text.from_markup"],
+        "core/meshwright/files/terminal.py": ["warnings.warn", "Continuing", "Text.from_markup"],
         chat: ["input"],
     }
     assert "input(_PROMPT)" in texts[chat]

@@ -5,12 +5,14 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Iterator, Mapping
+from importlib.metadata import entry_points
 from pathlib import Path, PurePosixPath
 from typing import Any
 
 import yaml
 from links import ROOT
 
+from meshwright.strategy.registry import ENTRY_POINT_GROUP, Registry
 from meshwright_run.observers import list_trackers
 from meshwright_run.run_schema import run_schema
 
@@ -36,25 +38,28 @@ _WORDS = {"integer": "int", "number": "float", "string": "str", "boolean": "bool
 
 def render() -> str:
     """Return the page."""
-    schema = run_schema()
+    own = {f"meshwright-{path.parent.name.replace('_', '-')}" for path in ROOT.glob("plugins/*/pyproject.toml")}
+    installed = entry_points(group=ENTRY_POINT_GROUP)
+    # No strategy of other packages, nor one that a test has registered in this process.
+    schema = run_schema(Registry(each for each in installed if each.dist is not None and each.dist.name in own))
     examples = yaml.safe_load(EXAMPLES.read_text(encoding="utf-8"))
     sections = {key: each for key, each in schema["properties"].items() if _find_models(each, schema)}
-    own = {key: each for key, each in schema["properties"].items() if key in CHOSEN_BY_NAME or key == "model"}
+    chosen = {key: each for key, each in schema["properties"].items() if key in CHOSEN_BY_NAME or key == "model"}
     lines = [HEADER, "## Top level", "", *_render_example(examples, "_top"), *TABLE]
     for key, value in schema["properties"].items():
         required = key in schema.get("required", ())
-        link = f"[`{key}`](#{key})" if key in {**sections, **own} else f"`{key}`"
+        link = f"[`{key}`](#{key})" if key in {**sections, **chosen} else f"`{key}`"
         lines.append(_render_row(link, value, schema, required=required))
     lines += ["", "## model", "", *_render_example(examples, "model")]
-    lines += [link_references(_mark_code(own["model"]["description"]), PAGE), ""]
+    lines += [link_references(_mark_code(chosen["model"]["description"]), PAGE), ""]
     for key, value in sections.items():
-        if key not in own:
+        if key not in chosen:
             lines += [f"## {key}", "", *_render_example(examples, key)]
             (model,) = _find_models(value, schema)
             lines += _render_model(key, model, schema, [])
     for key in CHOSEN_BY_NAME:
         lines += [f"## {key}", "", *_render_example(examples, key)]
-        lines += [link_references(_mark_code(own[key]["description"]), PAGE), ""]
+        lines += [link_references(_mark_code(chosen[key]["description"]), PAGE), ""]
         seen: list[Any] = []
         for name, prefix, each in _find_choices(key, schema):
             lines += [f"### {key}: {name}", "", *_render_model(prefix, each, each, seen)]
