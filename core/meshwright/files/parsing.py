@@ -96,7 +96,7 @@ def parse_yaml(text: str) -> Any:
         _check_size(node, 1, {})
         return loader.construct_document(node)
     except yaml.YAMLError as error:
-        raise ValueError(str(error)) from None
+        raise ValueError(str(error).replace('in "<unicode string>", ', "at ")) from None
 
 
 def _check_size(node: yaml.Node, depth: int, sizes_by_node: dict[yaml.Node, tuple[int, int] | None]) -> tuple[int, int]:

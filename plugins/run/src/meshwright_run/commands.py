@@ -255,7 +255,9 @@ def init(
     ] = None,
     data: Annotated[
         list[str] | None,
-        typer.Option(help="Glob of data files; may be repeated; default: stdlib, Python's own sources."),
+        typer.Option(
+            metavar="GLOB", help="Glob of data files; may be repeated; default: stdlib, Python's own sources."
+        ),
     ] = None,
     format: Annotated[
         str | None,

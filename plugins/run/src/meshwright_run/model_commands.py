@@ -97,7 +97,10 @@ def evaluate(
     model: ModelArgument,
     data: Annotated[
         list[str] | None,
-        typer.Option(help="Files of a set, GLOB or NAME=GLOB; repeatable. Default: the evaluation sets of the run."),
+        typer.Option(
+            metavar="GLOB",
+            help="Files of a set, GLOB or NAME=GLOB; repeatable. Default: the evaluation sets of the run.",
+        ),
     ] = None,
     format: Annotated[
         str | None, typer.Option(help="Format of the files, such as text or messages; default: detected.")

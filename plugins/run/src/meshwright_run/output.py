@@ -33,7 +33,6 @@ from meshwright.plugin import (
 )
 
 from .data.packing import RowDataset
-from .data.tokenizer import load_tokenizer
 from .loss_curve import plot_loss_curve
 from .metrics_report import print_text
 from .preflight import PreparedRun
@@ -71,7 +70,7 @@ def export_model(manager: StrategyManager, prepared: PreparedRun, *, step: int) 
 def write_results(prepared: PreparedRun, results: list[StepResult], console: Console) -> None:
     """Write the loss curve and the summary; print a sample and commands to continue with."""
     config, directory = prepared.config, RunDirectory.from_config(prepared.config)
-    tokenizer = load_tokenizer(prepared.data.tokenizer_dir)
+    tokenizer = prepared.load_tokenizer()
     plot_loss_curve(results, directory.loss_curve, is_per_token=config.objective is None)
     summary = build_summary(prepared, results, vocab_size=len(tokenizer))
     write_atomically(directory.summary, json.dumps(summary, indent=2) + "\n")
@@ -87,6 +86,8 @@ def write_results(prepared: PreparedRun, results: list[StepResult], console: Con
     adapted = prepared.model.base is not None
     what = "an adapter of peft" if adapted else "a Hugging Face directory"
     run = escape_markup(directory.path)
+    chats = tokenizer.chat_template is not None
+    prompt, answer = ("[dict(role='user', content='Hello')]", "[-1]['content']") if chats else ("'The '", "")
     merge = f"  meshwright export --merge {escape_markup(directory.model)} OUT\n" if adapted else ""
     print_text(
         parse_markup(
@@ -97,7 +98,7 @@ def write_results(prepared: PreparedRun, results: list[StepResult], console: Con
             f"  meshwright chat {run}\n  meshwright eval {run}\n  meshwright watch {run}\n{merge}"
         ).append(
             f'  python -c "from transformers import pipeline; '
-            f"print(pipeline('text-generation', '{directory.model}')('The ')[0]['generated_text'])\""
+            f"print(pipeline('text-generation', '{directory.model}')({prompt})[0]['generated_text']{answer})\""
         ),
         console,
     )

@@ -12,7 +12,7 @@ UNSET = "(not set)"
 
 def diff_settings(one: Mapping[str, Any], other: Mapping[str, Any]) -> list[tuple[str, str, str]]:
     """Return key, value in `one` and value in `other` for each key whose values differ; values as text."""
-    left, right = dict(_flatten(one)), dict(_flatten(other))
+    left, right = (dict(_flatten(each, lists=True)) for each in (one, other))
     pairs = {name: (left.get(name, UNSET), right.get(name, UNSET)) for name in {**left, **right}}
     return [
         (name, _format_value(mine), _format_value(theirs)) for name, (mine, theirs) in pairs.items() if mine != theirs
@@ -50,10 +50,13 @@ def join_changes(texts: Sequence[str]) -> str:
     return ", ".join(texts[:_MAX_LISTED]) + more
 
 
-def _flatten(values: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+def _flatten(values: Mapping[str, Any], prefix: str = "", *, lists: bool = False) -> Iterator[tuple[str, Any]]:
+    """Yield the dotted key and the value of each setting; with `lists`, those of mappings in lists too."""
     for key, value in values.items():
+        if lists and isinstance(value, list) and value and all(isinstance(each, Mapping) for each in value):
+            value = {str(index): each for index, each in enumerate(value)}
         if isinstance(value, Mapping):
-            yield from _flatten(value, f"{prefix}{key}.")
+            yield from _flatten(value, f"{prefix}{key}.", lists=lists)
         else:
             yield f"{prefix}{key}", value
 

@@ -6,6 +6,7 @@ import json
 import os
 import pty
 import select
+import shutil
 import sys
 import time
 from collections.abc import Iterator
@@ -16,6 +17,7 @@ from support.commands import LAUNCHER_VARIABLES
 from support.commands import invoke_in_process as invoke
 
 from meshwright.base.errors import ConfigError
+from meshwright_run.data.prepare import prepare_data
 from meshwright_run.data.tokenizer import train_tokenizer
 from meshwright_run.init_wizard import answers
 from meshwright_run.init_wizard.answers import InitAnswers, Machine, inspect_model
@@ -101,6 +103,18 @@ def test_the_strategy_is_recommended_by_the_number_of_devices_and_what_fits_them
     monkeypatch.setattr(answers, "detect_machine", lambda: Machine("cuda", 8, memory))
     assert written(tmp_path / "run.yaml", "--devices", devices).strategy == strategy
     assert written(tmp_path / "all.yaml").nproc == 8
+
+
+def test_little_text_gets_short_sequences_which_its_held_out_part_fills(tmp_path, made):
+    (tmp_path / "few").mkdir()
+    for row in range(4):
+        shutil.copy(made / f"{row}.txt", tmp_path / "few")
+    few = written(tmp_path / "few.yaml", "--data", f"{tmp_path}/few/*.txt").data
+    lengths = (few.seq_len, written(tmp_path / "more.yaml", "--data", "*.txt").data.seq_len)
+    assert lengths == (32, 128)
+    assert written(tmp_path / "stdlib.yaml").data.seq_len == 256
+    prepared = prepare_data(few, tokenizer_dir=made / "model")
+    assert len(prepared.eval_sets["held_out"][0].tokens) >= few.seq_len
 
 
 def test_nothing_is_replaced_unless_asked(tmp_path):

@@ -27,7 +27,7 @@ from meshwright.plugin import (
     validate_config,
 )
 
-from ..data.config import STDLIB, Format, SourceConfig
+from ..data.config import STDLIB, DataConfig, Format, SourceConfig
 from ..data.files import get_file_kind
 from ..data.sources import resolve_source
 from .layouts import DataLayout, detect_layout
@@ -40,6 +40,9 @@ DEFAULT_STEPS, DEFAULT_EPOCHS = 300, 3.0
 """Length of a run that trains a new model or on the standard library, and of one that fine-tunes on files."""
 MAX_SEQ_LEN, _MAX_SEQ_LEN_ON_CPU = 1024, 256
 """Maximum sequence length in tokens, if the model supports more."""
+_MIN_SEQ_LEN = 16
+_BYTES_PER_TOKEN = 4
+"""Of text, roughly."""
 _DTYPE_BYTES = {"float32": 4, "float64": 8}
 """Bytes per weight in a file; 2 for other dtypes."""
 _STATE_BYTES_PER_PARAMETER = 16
@@ -183,10 +186,15 @@ def _has_template(directory: Path) -> bool:
     return is_file or bool(read_json_object_or_empty(directory / "tokenizer_config.json").get("chat_template"))
 
 
-def choose_seq_len(facts: ModelFacts, device: str) -> int:
-    """Return the sequence length in tokens."""
+def choose_seq_len(answers: InitAnswers, facts: ModelFacts, device: str) -> int:
+    """Return the sequence length in tokens; little text gets a small one, which its held-out part fills."""
     most = _MAX_SEQ_LEN_ON_CPU if device == "cpu" else MAX_SEQ_LEN
-    return min(most, facts.max_positions or most)
+    most = min(most, facts.max_positions or most)
+    if answers.format != "text" or answers.data == (STDLIB,):
+        return most
+    size = sum(file.size for file in resolve_source(SourceConfig(files=list(answers.data))).files)
+    held_out = int(size * DataConfig.model_fields["eval_fraction"].default / _BYTES_PER_TOKEN)
+    return min(most, 1 << max(held_out.bit_length() - 1, _MIN_SEQ_LEN.bit_length() - 1))
 
 
 def recommend_strategy(

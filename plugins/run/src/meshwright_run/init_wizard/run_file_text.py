@@ -145,7 +145,7 @@ def _render_data(answers: InitAnswers, facts: ModelFacts, machine: Machine) -> l
     return [
         *lines,
         "  # Tokens per sequence; memory and time of a step grow with it.",
-        f"  seq_len: {choose_seq_len(facts, machine.device)}",
+        f"  seq_len: {choose_seq_len(answers, facts, machine.device)}",
     ]
 
 
