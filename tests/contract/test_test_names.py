@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import shutil
 import subprocess
 import sys
@@ -23,7 +24,10 @@ def _collect(directory: Path, value: str, ids: str = "") -> subprocess.Completed
     shutil.copy(ROOT / "conftest.py", directory)
     (directory / "test_it.py").write_text(FILE.format(value=value, ids=ids), encoding="utf-8")
     command = [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", "--collect-only", "-q", "."]
-    return subprocess.run(command, cwd=directory, capture_output=True, text=True, timeout=60, check=False)
+    environment = {key: value for key, value in os.environ.items() if key != "PYTEST_ADDOPTS"}
+    return subprocess.run(
+        command, cwd=directory, env=environment, capture_output=True, text=True, timeout=60, check=False
+    )
 
 
 def test_binary_values_name_no_test(tmp_path: Path) -> None:

@@ -97,10 +97,7 @@ def evaluate(
     model: ModelArgument,
     data: Annotated[
         list[str] | None,
-        typer.Option(
-            metavar="GLOB",
-            help="Files of a set, GLOB or NAME=GLOB; repeatable. Default: the evaluation sets of the run.",
-        ),
+        typer.Option(metavar="GLOB", help="Set of files, GLOB or NAME=GLOB; repeatable. Default: those of the run."),
     ] = None,
     format: Annotated[
         str | None, typer.Option(help="Format of the files, such as text or messages; default: detected.")
