@@ -19,6 +19,13 @@ REPOSITORY = Path(__file__).parents[2]
 SLIPS: dict[str, Any] = yaml.safe_load((Path(__file__).parent / "slips.yaml").read_text())
 
 
+@pytest.fixture(autouse=True)
+def _elsewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Work in a directory without runs, beside the examples."""
+    (tmp_path / "examples").symlink_to(REPOSITORY / "examples")
+    monkeypatch.chdir(tmp_path)
+
+
 def invoke(line: str, monkeypatch: pytest.MonkeyPatch) -> int:
     """Run a command line in this process, as `meshwright.cli.main.main` does; return its exit code."""
     monkeypatch.setattr(sys, "argv", ["meshwright", *line.replace("FILE", "examples/stdlib.yaml").split()])
@@ -31,7 +38,6 @@ def invoke(line: str, monkeypatch: pytest.MonkeyPatch) -> int:
 def test_the_answer_to_a_slip_says_what_to_write(
     slip: dict[str, str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.chdir(REPOSITORY)
     assert invoke(slip["line"], monkeypatch) == 2
     output, error = capsys.readouterr()
     assert slip["answer"] in error
@@ -85,7 +91,6 @@ def test_the_names_of_other_libraries_lead_to_keys_that_exist() -> None:
 def test_all_problems_are_listed_at_once(
     line: str, answers: list[str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.chdir(REPOSITORY)
     assert invoke(line, monkeypatch) == 2
     error = capsys.readouterr().err
     assert [answer for answer in answers if answer not in error] == []
