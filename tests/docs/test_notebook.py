@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import shutil
 from pathlib import Path
 from typing import Any
@@ -10,7 +9,7 @@ from typing import Any
 import nbformat
 import pytest
 from nbclient import NotebookClient
-from support.commands import LAUNCHER_VARIABLES, write_run
+from support.commands import copy_environment, write_run
 
 ROOT = Path(__file__).parents[2]
 EXAMPLES = ROOT / "examples"
@@ -18,7 +17,7 @@ EXAMPLES = ROOT / "examples"
 
 def execute(notebook: Any, directory: Path, *, allow_errors: bool = False) -> list[list[Any]]:
     """Outputs of each code cell of a notebook, run by a kernel in a directory."""
-    env = {name: value for name, value in os.environ.items() if name not in LAUNCHER_VARIABLES}
+    env = copy_environment()
     client = NotebookClient(
         notebook,
         timeout=600,

@@ -20,7 +20,7 @@ import torch
 import transformers
 import yaml
 from pydantic import BaseModel
-from support.commands import LAUNCHER_VARIABLES, MODEL, write_run
+from support.commands import MODEL, leave_launcher, write_run
 from support.fuzzed_run_files import UNUSUAL_VALUES, RunFileFuzzer, iter_keys, set_at
 from support.resource_limits import check_user_error, limit_resources
 from typer.testing import CliRunner
@@ -51,8 +51,7 @@ CPU = torch.device("cpu")
 @pytest.fixture(autouse=True)
 def _place(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[None]:
     """A directory to work in, with caches of its own."""
-    for name in LAUNCHER_VARIABLES:
-        monkeypatch.delenv(name, raising=False)
+    leave_launcher(monkeypatch)
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "caches"))
     verbosity = transformers.logging.get_verbosity()

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import os
 import subprocess
 import sys
 from dataclasses import dataclass
@@ -12,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import yaml
-from support.commands import LAUNCHER_VARIABLES, write_run
+from support.commands import copy_environment, write_run
 
 from meshwright.checkpoint import list_steps, read_manifest
 from meshwright.checkpoint.manifest import verify_files
@@ -66,7 +65,7 @@ class CheckpointRuns:
         return file
 
     def start(self, file: Path, *more: str, **environment: str) -> subprocess.Popen[str]:
-        own = {key: value for key, value in os.environ.items() if key not in LAUNCHER_VARIABLES} | environment
+        own = copy_environment() | environment
         command = [sys.executable, "-m", "meshwright", "train", str(file), *more]
         pipes: Any = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
         return subprocess.Popen(command, env=own, start_new_session=True, **pipes)

@@ -9,6 +9,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import pytest
 import yaml
 from typer.testing import CliRunner
 
@@ -17,6 +18,17 @@ from meshwright.cli import main as cli
 LAUNCHER_VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 MODEL = {"model_type": "llama", "hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 2}
 MODEL |= {"num_attention_heads": 2, "num_key_value_heads": 1, "max_position_embeddings": 32}
+
+
+def leave_launcher(patch: pytest.MonkeyPatch) -> None:
+    """Remove a launcher's variables from the environment of this process."""
+    for name in LAUNCHER_VARIABLES:
+        patch.delenv(name, raising=False)
+
+
+def copy_environment() -> dict[str, str]:
+    """Return the environment without a launcher's variables."""
+    return {name: value for name, value in os.environ.items() if name not in LAUNCHER_VARIABLES}
 
 
 def write_run(directory: Path) -> Path:
@@ -45,6 +57,6 @@ def invoke_in_process(*arguments: object) -> tuple[int, str]:
 def run_command(
     *arguments: str, launcher: tuple[str, ...] = (), timeout_s: float = 240
 ) -> subprocess.CompletedProcess[str]:
-    environment = {name: value for name, value in os.environ.items() if name not in LAUNCHER_VARIABLES}
+    environment = copy_environment()
     words = [sys.executable, *launcher, "-m", "meshwright", *arguments]
     return subprocess.run(words, env=environment, capture_output=True, text=True, timeout=timeout_s, check=False)

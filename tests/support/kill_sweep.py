@@ -30,7 +30,7 @@ from typing import Any
 import torch
 import transformers
 import yaml
-from support.commands import LAUNCHER_VARIABLES, write_run
+from support.commands import copy_environment, write_run
 
 from meshwright_run.metrics_report import NONDETERMINISTIC_FIELDS
 
@@ -109,7 +109,7 @@ class CommandProcess(subprocess.Popen[bytes]):
     def __init__(self, *arguments: str) -> None:
         # A pipe that nobody reads would stop it.
         self._errors = tempfile.TemporaryFile()  # noqa: SIM115
-        environment = {name: value for name, value in os.environ.items() if name not in LAUNCHER_VARIABLES}
+        environment = copy_environment()
         options: Any = {"env": environment, "stdout": subprocess.DEVNULL, "start_new_session": True}
         super().__init__([sys.executable, "-m", "meshwright", *arguments], stderr=self._errors, **options)
 

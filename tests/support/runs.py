@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 import yaml
-from support.commands import LAUNCHER_VARIABLES
+from support.commands import leave_launcher
 
 from meshwright.base.errors import MeshwrightError
 from meshwright.checkpoint.manifest import list_steps
@@ -46,8 +46,7 @@ def without_launcher() -> Iterator[pytest.MonkeyPatch]:
     """Run a rank whose process group exists, without warnings and without a launcher to report to."""
     with warnings.catch_warnings(), pytest.MonkeyPatch.context() as patch:
         warnings.simplefilter("ignore")
-        for name in LAUNCHER_VARIABLES:
-            patch.delenv(name, raising=False)
+        leave_launcher(patch)
         yield patch
 
 

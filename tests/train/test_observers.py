@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 import torch
 from support import runs
-from support.commands import LAUNCHER_VARIABLES
+from support.commands import leave_launcher
 from transformers import AutoModelForCausalLM
 
 from meshwright.base.errors import ConfigError, MeshwrightError
@@ -128,8 +128,7 @@ def _rank(path: str, observers: Mapping[int, list[Any]], plugs: bool) -> tuple[l
         held.enter_context(get_registry().observing(seen, *observers.get(rank, [])))
         if plugs:
             held.enter_context(get_registry().observing(_Plugin()))
-        for name in LAUNCHER_VARIABLES:
-            patch.delenv(name, raising=False)
+        leave_launcher(patch)
         error = ""
         try:
             run_rank(None, load_run(path))

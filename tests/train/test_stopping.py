@@ -20,7 +20,7 @@ from typing import Any
 import pytest
 import torch
 from support.checkpoints import step_directory
-from support.commands import LAUNCHER_VARIABLES
+from support.commands import copy_environment
 from support.kill_sweep import (
     LAYOUTS,
     SweptLayout,
@@ -77,7 +77,7 @@ PROMPT_S = 60.0
 
 def _stop(run: TrainingRun, after: int, number: int, victim: str, *, launcher: Sequence[str] = ()) -> tuple[int, str]:
     """Train until so many steps are done, and send a signal; the exit code, and what was said."""
-    environment = {name: value for name, value in os.environ.items() if name not in LAUNCHER_VARIABLES}
+    environment = copy_environment()
     process = subprocess.Popen(
         [sys.executable, *launcher, "-m", "meshwright", "train", str(run.file)],
         env=environment,
@@ -142,7 +142,7 @@ def test_a_run_stopped_time_and_again_ends_as_one_that_was_not(tmp_path: Path) -
 def test_a_second_signal_to_the_parent_ends_ranks_that_cannot_save(tmp_path: Path) -> None:
     saving = {"every": 5000, "on_signal": {"signals": ["SIGINT"]}}
     run = make_run(tmp_path, "hanging", {**LAYOUT, "steps": 5000, "checkpoint": saving})
-    environment = {name: value for name, value in os.environ.items() if name not in LAUNCHER_VARIABLES}
+    environment = copy_environment()
     command = [sys.executable, "-m", "meshwright", "train", str(run.file)]
     log = tmp_path / "log"
     with log.open("w") as said:

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from support.commands import LAUNCHER_VARIABLES, run_command
+from support.commands import copy_environment, run_command
 from support.kill_sweep import TrainingRun, hash_weights, make_run, run_to_end
 
 pytest.importorskip("ray.train", reason="pip install 'ray[train]'")
@@ -55,7 +55,7 @@ def test_ray_trains_the_same_numbers(whole: TrainingRun, killed: bool) -> None:
     done = run_command("launch", str(run.file), "--to", "ray", "--out", str(driver.parent))
     assert done.returncode == 0, done.stderr
     before = set(_workers())
-    environment = {name: value for name, value in os.environ.items() if name not in LAUNCHER_VARIABLES}
+    environment = copy_environment()
     log = driver.with_name("log")
     with log.open("w") as said:
         process = subprocess.Popen([sys.executable, str(driver)], env=environment, stdout=said, stderr=said)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import subprocess
 import sys
 from pathlib import Path
@@ -10,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 from peft import LoraConfig, get_peft_model
-from support.commands import LAUNCHER_VARIABLES, write_run
+from support.commands import copy_environment, write_run
 from support.tiers import mark_mostly_slow
 from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, LlamaForCausalLM
 
@@ -51,7 +50,7 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def chat(directory: Path, lines: str, *options: str) -> str:
-    environment = {name: value for name, value in os.environ.items() if name not in LAUNCHER_VARIABLES}
+    environment = copy_environment()
     words = [sys.executable, "-m", "meshwright", "chat", str(directory), "--max-new-tokens", "8", *options]
     found = subprocess.run(
         words, input=lines, env=environment, capture_output=True, text=True, timeout=240, check=False

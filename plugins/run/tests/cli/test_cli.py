@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from support.commands import LAUNCHER_VARIABLES, run_command, write_run
+from support.commands import leave_launcher, run_command, write_run
 from typer.testing import CliRunner
 
 import meshwright
@@ -43,8 +43,7 @@ def workplace(tmp_path_factory) -> Path:
 @pytest.fixture
 def train(monkeypatch, workplace):
     """`meshwright train` in this process, which fails if it gets so far as to start ranks."""
-    for name in LAUNCHER_VARIABLES:
-        monkeypatch.delenv(name, raising=False)
+    leave_launcher(monkeypatch)
 
     def started(*_: Any, **__: Any) -> None:
         raise AssertionError("ranks were started")

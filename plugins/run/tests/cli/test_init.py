@@ -13,8 +13,8 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from support.commands import LAUNCHER_VARIABLES
 from support.commands import invoke_in_process as invoke
+from support.commands import leave_launcher
 
 from meshwright.base.errors import ConfigError
 from meshwright_run.data.prepare import prepare_data
@@ -50,8 +50,7 @@ def made(tmp_path_factory) -> Path:
 
 @pytest.fixture(autouse=True)
 def _alone(monkeypatch, made) -> None:
-    for name in LAUNCHER_VARIABLES:
-        monkeypatch.delenv(name, raising=False)
+    leave_launcher(monkeypatch)
     monkeypatch.chdir(made)
     monkeypatch.setenv("XDG_CACHE_HOME", str(made / "cache"))
 

@@ -9,8 +9,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 from support.chat_templates import build_record
-from support.commands import LAUNCHER_VARIABLES
 from support.commands import invoke_in_process as invoke
+from support.commands import leave_launcher
 
 from meshwright.base.errors import ConfigError, DataError
 from meshwright_run.data import DataConfig, SourceConfig, prepare_data, read_records
@@ -91,8 +91,7 @@ def made(tmp_path_factory) -> Path:
 
 @pytest.fixture(autouse=True)
 def _alone(monkeypatch, made) -> None:
-    for name in LAUNCHER_VARIABLES:
-        monkeypatch.delenv(name, raising=False)
+    leave_launcher(monkeypatch)
     monkeypatch.chdir(made)
     monkeypatch.setenv("XDG_CACHE_HOME", str(made / "cache"))
 

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 from support import launch_targets
 from support.case_server import start_case_server
-from support.commands import LAUNCHER_VARIABLES
+from support.commands import leave_launcher
 
 from meshwright.base.docs import format_docs_link
 from meshwright.base.errors import ConfigError, MeshwrightError, ModelError, RankError
@@ -141,8 +141,7 @@ def test_launch_refuses_to_start_no_rank():
 
 @pytest.fixture
 def fail(monkeypatch, capsys):
-    for name in LAUNCHER_VARIABLES:
-        monkeypatch.delenv(name, raising=False)
+    leave_launcher(monkeypatch)
 
     def fail(error, **options):
         def main(store):

@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 import yaml
-from support.commands import LAUNCHER_VARIABLES, write_run
+from support.commands import copy_environment, write_run
 from support.kill_sweep import (
     STEPS,
     CommandProcess,
@@ -98,7 +98,7 @@ def test_a_run_continues_with_fewer_ranks_where_one_is_broken_and_its_losses_sta
     run.file.write_text(yaml.safe_dump(to_redacted_dict(load_run(run.file, [without]))))
     broken = tmp_path / "broken"
     code = "from support import restart_targets; restart_targets.main()"
-    environment = {name: value for name, value in os.environ.items() if name not in LAUNCHER_VARIABLES}
+    environment = copy_environment()
     environment["PYTHONPATH"] = os.pathsep.join(
         [str(Path(__file__).parents[4] / "tests"), os.environ.get("PYTHONPATH", "")]
     )

@@ -17,7 +17,7 @@ import pytest
 import yaml
 from support import hang_targets
 from support.case_server import start_case_server
-from support.commands import LAUNCHER_VARIABLES, write_run
+from support.commands import copy_environment, write_run
 from support.launched_processes import find_free_port
 
 from meshwright import Checkpointer, ConfigError, from_config, optimizer_factory
@@ -116,7 +116,7 @@ def write_without_watchdog(workplace: Path) -> None:
 
 
 def environment(**more: str) -> dict[str, str]:
-    return {name: value for name, value in os.environ.items() if name not in LAUNCHER_VARIABLES} | more
+    return copy_environment() | more
 
 
 Ended = Callable[..., tuple[int, str]]
