@@ -8,6 +8,7 @@ import path that describes it.
 
 from __future__ import annotations
 
+import json
 import re
 import sys
 from collections.abc import Iterator, Mapping, Sequence
@@ -253,6 +254,10 @@ def _format_validation_error(model_cls: type[BaseModel], error: Any) -> tuple[st
         if (advice := getattr(model_cls, "other_names", {}).get(keys[-1])) is not None:
             return path, f"unknown key. {advice}."
         known = list(_get_fields(holder)) if holder else []
+        section, *inner = keys[-1].split(".")
+        if inner and section in known:
+            nested = "".join(f"{{{key}: " for key in inner) + "..." + "}" * len(inner)
+            return path, f"unknown key. Nest it: {section}: {nested}. Keys with dots are for --set."
         match = suggest_match(keys[-1], known)
         if match and len(known) > _MAX_LISTED_KEYS:
             return path, f"unknown key.{match}"
@@ -264,10 +269,15 @@ def _format_validation_error(model_cls: type[BaseModel], error: Any) -> tuple[st
         known = [name for each in fields for name in _get_fields(each)]
         listed = f" of these keys: {', '.join(known)}" if known else ""
         hint = "; leave it out for the defaults" if error["input"] is None else ""
-        return path, f"must be a mapping{listed}{hint} (got {error['input']!r:.200})"
+        return path, f"must be a mapping{listed}{hint} (got {_format_input(error['input'])})"
     # A model-level validator has no single value to show; its message contains what matters.
-    got = f" (got {error['input']!r:.200})" if keys and not isinstance(error["input"], dict) else ""
+    got = f" (got {_format_input(error['input'])})" if keys and not isinstance(error["input"], dict) else ""
     return path, error["msg"].removeprefix("Value error, ") + got
+
+
+def _format_input(value: Any) -> str:
+    """Return the start of a value, as a file has it."""
+    return json.dumps(value) if value is None or isinstance(value, bool) else f"{value!r:.200}"
 
 
 def _resolve_location(

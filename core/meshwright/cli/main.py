@@ -177,7 +177,7 @@ def _describe_usage_error(error: Any, context: Any) -> str:
     if takes_settings and (option or extra):
         setting = f"{option.lstrip('-').replace('-', '_')}={value}" if option else extra[0]
         return f"{path}: {message}. Settings of the run file are changed by --set: {path} ... --set {setting}"
-    mark = "?" if "Did you mean" in message else "."
+    mark = "?" if "Did you mean" in message else ". `meshwright init` writes one." if "'run_file'" in message else "."
     return f"{path}: {message}{mark} `{path} --help` lists what it accepts."
 
 

@@ -266,9 +266,12 @@ def _find_key(section: Any, key: str, assignment: str) -> Any:
     if not key.isdecimal() or int(key) >= len(section):
         count = len(section)
         elements = f"it has {count} element{'s' if count > 1 else ''}, 0" + (f" to {count - 1}" if count > 1 else "")
+        path, _, value = assignment.partition("=")
+        replaced, _, inner = path.partition(f".{key}")
+        example = f"{{{inner.lstrip('.')}: {value}}}" if inner else value
         raise ConfigError(
             f"--set {assignment!r}: {key!r} selects an element of a list, but "
-            f"{elements if section else 'it is empty'}. To replace the list, write its value: [...]."
+            f"{elements if section else 'it is empty'}. To replace the list, write --set '{replaced}=[{example}]'."
         )
     return int(key)
 

@@ -11,6 +11,7 @@ import torch
 import yaml
 from support.commands import MODEL, run_command, write_run
 
+from meshwright.plugin import Evaluation
 from meshwright_plan.config import DEVICE_DIRECTORY
 from meshwright_plan.live import PlanMonitor, create_plan_monitor, get_peak_flops
 from meshwright_run.run_file import load_run
@@ -127,5 +128,11 @@ def test_where_a_plan_was_off_is_reported():
     assert "memory between steps: 5.00 MiB, as planned" in line
     assert "all_gather over dp_shard (float32): 3 calls with 3.00 MiB planned, 4 with 4.00 MiB measured" in line
     assert "time: 1.5 s, 1 s planned (+50 %)" in line
+    assert "leaves out" not in line
+    comparison.has_document_masks = True
+    comparison.on_evaluation(Evaluation(2, 4, {}, 0.1, 0))
+    assert comparison.format_comparison()[0].endswith(
+        " (the plan leaves out the masks of documents and the evaluation before this step)"
+    )
     comparison.step_seconds, comparison._steady_after_steps = [9.0], 1
     assert comparison.format_comparison() == []  # The first step is not in a steady state.

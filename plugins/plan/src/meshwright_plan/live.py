@@ -13,6 +13,7 @@ import torch
 from meshwright.plugin import (
     CONTROL_TAG,
     CollectiveRecorder,
+    Evaluation,
     MeshwrightError,
     ModelError,
     StepResult,
@@ -61,6 +62,8 @@ class PlanMonitor:
     can_observe_operators: bool = True  # whether operators can be observed; False if they are compiled
     measured: dict[str, Any] = field(default_factory=dict)
     step_seconds: list[float] = field(default_factory=list)  # seconds of this attempt's steps so far
+    has_document_masks: bool = False  # whether rows are packed with documents, or padded
+    _evaluated_step: int | None = None  # last step of this attempt that an evaluation followed
     _meter: StepMeter | None = None
     _first_step: int = 1  # number of this attempt's first step in the run, from 1
     _steady_after_steps: int = 0  # see `StrategyManager.steady_after_steps`
@@ -144,6 +147,11 @@ class PlanMonitor:
             for line in self.format_comparison():
                 create_console().print(line, highlight=False, soft_wrap=True)
 
+    @hookimpl
+    def on_evaluation(self, evaluation: Evaluation) -> None:
+        if not self._is_reported:
+            self._evaluated_step = evaluation.step
+
     def format_comparison(self) -> list[str]:
         """Return the line that compares the plan with the last observed step; none if no step was in a steady state."""
         reported = (self.plan or {}).get("ranks", [{}])[0]
@@ -161,7 +169,12 @@ class PlanMonitor:
             lines.append(_compare_collectives(reported["collectives"], self.measured["collectives"]))
         if self.has_device_times and len(self.step_seconds) > COMPARED_STEP + 1:
             lines.append(f"time: {_format_deviation(reported['step_seconds'], self.step_seconds[-1], format_seconds)}")
-        return [f"plan compared with step {self._first_step + index}: " + "; ".join(lines)] if lines else []
+        step = self._first_step + index
+        unplanned = ["the masks of documents"] if self.has_document_masks else []
+        unplanned += ["the evaluation before this step"] if self._evaluated_step == step - 1 else []
+        if unplanned and not all(line.endswith("as planned") for line in lines):
+            lines[-1] += f" (the plan leaves out {' and '.join(unplanned)})"
+        return [f"plan compared with step {step}: " + "; ".join(lines)] if lines else []
 
 
 def _list_training_state(manager: StrategyManager) -> list[torch.Tensor]:
@@ -200,7 +213,12 @@ def _plan_and_check(
         plan = plan_job(job, device, [0])
     except MeshwrightError as error:
         return PlanMonitor(None, str(error))
-    monitor = PlanMonitor(plan, has_device_times=has_device_times, can_observe_operators=not job.is_compiled)
+    monitor = PlanMonitor(
+        plan,
+        has_device_times=has_device_times,
+        can_observe_operators=not job.is_compiled,
+        has_document_masks=config.data.resolve_packing() != "stream",
+    )
     if not plan["fits"]:
         needed, has = (format_size(plan[key]) for key in ("peak_reserved_bytes", "memory_bytes"))
         refusal = ModelError(

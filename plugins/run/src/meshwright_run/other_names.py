@@ -21,7 +21,6 @@ _NAMES = {
     "steps": "max_steps training_steps train_steps num_steps train_iters max_iters iterations",
     "epochs": "num_train_epochs num_epochs max_epochs train_epochs",
     "batch_size": "global_batch_size train_batch_size",
-    "micro_batch_size": "per_device_train_batch_size per_device_batch_size local_batch_size batch_size_per_gpu",
     "nproc": "num_gpus n_gpus n_gpu gpus num_processes nproc_per_node devices world_size ngpu",
     "device": "accelerator use_cpu no_cuda",
     "tp_size": "tp tensor_parallel_size tensor_parallel_degree tensor_model_parallel_size",
@@ -62,17 +61,20 @@ _NAMES = {
 }
 _NOTES = {
     "cpu_offload offload fsdp_offload_params offload_optimizer enable_cpu_offload": "Write "
-    "strategy_config.offload_policy={pin_memory: true}",
+    "'strategy_config.offload_policy={pin_memory: true}'",
     "wandb wandb_project use_wandb enable_wandb report_to log_with logger loggers": "Write trackers=[wandb], or "
-    "another tracker's name, or a mapping with its options: trackers=[{name: wandb, project: NAME}]",
+    "another tracker's name, or a mapping with its options: 'trackers=[{name: wandb, project: NAME}]'",
     "tensorboard enable_tensorboard": "Write trackers=[tensorboard]",
-    "bf16 fp16 half precision mixed_precision dtype torch_dtype mixed_precision_param autocast": "Write "
-    "model.dtype=bfloat16 to store the weights in bfloat16; or, for mixed precision with float32 weights, "
-    "strategy_config.mp_policy={param_dtype: bfloat16, reduce_dtype: float32}",
-    "gradient_accumulation_steps accumulate_grad_batches grad_accum": "It follows from the others: batch_size is per "
-    "step, over all ranks, and micro_batch_size per rank and forward pass",
+    "bf16 fp16 half precision mixed_precision dtype torch_dtype mixed_precision_param autocast": "For mixed precision, "
+    "such as Trainer's bf16, write 'strategy_config.mp_policy={param_dtype: bfloat16, reduce_dtype: float32}'; for "
+    "weights in bfloat16, such as those of torch_dtype, model.dtype=bfloat16",
+    "gradient_accumulation_steps accumulate_grad_batches grad_accum": "It follows from the others: to accumulate over "
+    "N passes, write batch_size = N x data ranks x micro_batch_size",
+    "per_device_train_batch_size per_device_batch_size local_batch_size batch_size_per_gpu": "Write "
+    "micro_batch_size; batch_size is the number of sequences of a step over all ranks, a multiple of data ranks x "
+    "micro_batch_size",
     "lora lora_r lora_rank lora_alpha lora_dropout lora_target lora_target_modules adapter peft peft_config "
-    "use_peft": "Write model.peft={type: lora, r: 16, lora_alpha: 32, target_modules: all-linear}",
+    "use_peft": "Write 'model.peft={type: lora, r: 16, lora_alpha: 32, target_modules: all-linear}', with your values",
     "load_in_4bit load_in_8bit quantization quantization_config quantization_bit": "Quantized base models are not "
     "supported yet",
     "resume_from_checkpoint resume_from auto_resume_from_checkpoints restore_from": "A run resumes by itself from the "
@@ -85,7 +87,8 @@ SHORT_FORMS: Mapping[str, str] = {
     "model": "model.path={}",
     "optimizer": "optimizer.name={}",
     "schedule": "schedule.name={}",
-    "data": "data.sources=[{{files: {}}}]",
+    "data": "'data.sources=[{{files: {}, format: text}}]', with the format of the files, which `meshwright init` "
+    "detects",
 }
 """By section, what to write for a text in its place."""
 NO_EVALUATION = "null does not switch evaluation off; data.eval_fraction=0 holds no data out, so nothing is evaluated"

@@ -208,6 +208,11 @@ class BaseRunConfig(MeshSizes):
             raise ValueError(f"must be a mapping. Write {SHORT_FORMS[str(info.field_name)].format(value)}")
         return value
 
+    @field_validator("resume", mode="before")
+    @classmethod
+    def _check_resume(cls, value: Any) -> Any:
+        return {True: "auto", False: "never"}[value] if isinstance(value, bool) else value
+
     @field_validator("eval", mode="before")
     @classmethod
     def _check_not_null(cls, value: Any) -> Any:

@@ -25,7 +25,8 @@ def read_values(path: str | Path, assignments: Sequence[str] = ()) -> dict[str, 
     try:
         values = parse_yaml(read_text(file))
     except OSError as error:
-        raise ConfigError(f"cannot read the run file {file}: {error.strerror}.") from None
+        hint = " `meshwright init` writes a run file." if isinstance(error, FileNotFoundError) else ""
+        raise ConfigError(f"cannot read the run file {file}: {error.strerror}.{hint}") from None
     except ValueError as error:
         raise ConfigError(f"{file} is not valid YAML: {error}") from None
     if not isinstance(values, dict):

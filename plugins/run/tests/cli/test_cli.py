@@ -218,6 +218,7 @@ def test_a_run_leaves_metrics_curve_model_and_summary(name, trained):
     assert [record["step"] for record in records] == [1, 2]
     names = {"step", "loss", "grad_norm", "learning_rate", "num_tokens", "tokens_per_second", "seconds"}
     names |= {"tokens_per_second_per_device", "time", "world_size", "times", "learning_rates", "memory", "flops"}
+    names |= {"num_input_tokens"}
     assert records[0].keys() == names
     assert records[1].pop("evaluations") == {"held_out": records[1]["held_out_loss"]}
     assert records[1].keys() == names | {"held_out_loss"}

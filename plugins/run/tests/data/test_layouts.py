@@ -128,7 +128,7 @@ def test_a_run_trains_on_what_init_wrote_and_data_show_shows_it(name):
     assert code == 0, output
     assert "⟦" in output
     epochs = 11 if name == "openai" else 1
-    options = [f"epochs={epochs}", "device=cpu", "sample=null"]
+    options = [f"epochs={epochs}", "batch_size=4", "device=cpu", "sample=null"]
     code, output = invoke("train", f"{name}.yaml", *(part for each in options for part in ("--set", each)))
     assert code == 0, output
     assert f"epoch {epochs}." in output

@@ -109,4 +109,4 @@ def test_other_weights_are_another_run(workplace: Path, tmp_path: Path) -> None:
     given["data"]["sources"][0]["weight"] = 5
     _, reported, code = place.run(**given, steps=4)
     assert code == 2
-    assert "data.weights" in reported
+    assert "data.sources.0.weight=5" in reported
