@@ -42,13 +42,13 @@ from meshwright.plugin import (
 
 from .commands import open_checkpoint_storage
 from .data.config import BaseFormat, SourceConfig
+from .data.layouts import detect_layout
 from .data.prepare import PreparedData
 from .data.progress import CONSOLE
 from .data.tokenizer import has_tokenizer, load_tokenizer
 from .data.train_sampler import DataShard, build_datasets, read_eval_microbatches
 from .harness_tasks import RankModel, TaskOptions, run_tasks
 from .init_wizard.answers import parse_format
-from .init_wizard.layouts import detect_layout
 from .launch.rank_process import heartbeat, run_guarded
 from .loop_setup import build_data_shard
 from .preflight import (

@@ -112,7 +112,7 @@ class MetricsReporter:
         text, times = self._formatter.format_numbers(result), self._formatter.format_times(result)
         if self._console.is_terminal:
             self._progress.update(self._task, completed=result.step, total=result.num_steps, description=text)
-        elif result.step % self._log_every == 0 or result.step in (1, result.num_steps):
+        elif result.step % self._log_every == 0 or result.step in (1, result.num_steps) or result.evaluations:
             print_text(f"step {result.step}/{result.num_steps}  {times}  {text}", self._console)
 
     @hookimpl

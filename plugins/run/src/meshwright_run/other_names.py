@@ -61,7 +61,7 @@ _NAMES = {
 }
 _NOTES = {
     "cpu_offload offload fsdp_offload_params offload_optimizer enable_cpu_offload": "Write "
-    "'strategy_config.offload_policy={pin_memory: true}'",
+    "'strategy_config.offload_policy={pin_memory: true}', with strategy=fsdp2",
     "wandb wandb_project use_wandb enable_wandb report_to log_with logger loggers": "Write trackers=[wandb], or "
     "another tracker's name, or a mapping with its options: 'trackers=[{name: wandb, project: NAME}]'",
     "tensorboard enable_tensorboard": "Write trackers=[tensorboard]",
@@ -87,8 +87,8 @@ SHORT_FORMS: Mapping[str, str] = {
     "model": "model.path={}",
     "optimizer": "optimizer.name={}",
     "schedule": "schedule.name={}",
-    "data": "'data.sources=[{{files: {}, format: text}}]', with the format of the files, which `meshwright init` "
-    "detects",
+    "data": "'data.sources=[{{files: {0}, format: FORMAT}}]', with one of the formats text, messages, sharegpt, "
+    "prompt_completion, alpaca, preference and tokens; `meshwright init --data {0}` detects it",
 }
 """By section, what to write for a text in its place."""
 NO_EVALUATION = "null does not switch evaluation off; data.eval_fraction=0 holds no data out, so nothing is evaluated"

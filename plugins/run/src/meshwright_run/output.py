@@ -88,6 +88,8 @@ def write_results(prepared: PreparedRun, results: list[StepResult], console: Con
     run = escape_markup(directory.path)
     chats = tokenizer.chat_template is not None
     prompt, answer = ("[dict(role='user', content='Hello')]", "[-1]['content']") if chats else ("'The '", "")
+    # For an adapter, the default is the tokenizer of its base.
+    own = f", tokenizer='{directory.model}'" if adapted else ""
     merge = f"  meshwright export --merge {escape_markup(directory.model)} OUT\n" if adapted else ""
     print_text(
         parse_markup(
@@ -98,7 +100,7 @@ def write_results(prepared: PreparedRun, results: list[StepResult], console: Con
             f"  meshwright chat {run}\n  meshwright eval {run}\n  meshwright watch {run}\n{merge}"
         ).append(
             f'  python -c "from transformers import pipeline; '
-            f"print(pipeline('text-generation', '{directory.model}')({prompt})[0]['generated_text']{answer})\""
+            f"print(pipeline('text-generation', '{directory.model}'{own})({prompt})[0]['generated_text']{answer})\""
         ),
         console,
     )

@@ -17,11 +17,11 @@ from support.commands import invoke_in_process as invoke
 from support.commands import leave_launcher
 
 from meshwright.base.errors import ConfigError
+from meshwright_run.data.layouts import DataLayout
 from meshwright_run.data.prepare import prepare_data
 from meshwright_run.data.tokenizer import train_tokenizer
 from meshwright_run.init_wizard import answers
 from meshwright_run.init_wizard.answers import InitAnswers, Machine, inspect_model
-from meshwright_run.init_wizard.layouts import DataLayout
 from meshwright_run.init_wizard.run_file_text import CHAT_TEMPLATE, write_run_file
 from meshwright_run.run_file import RunConfig, load_run
 from meshwright_testing.models import build_tiny_model
@@ -45,6 +45,7 @@ def made(tmp_path_factory) -> Path:
     model = build_tiny_model()
     model.resize_token_embeddings(257)
     model.save_pretrained(directory / "model")
+    model.save_pretrained(directory / "run" / "model")
     return directory
 
 
@@ -141,6 +142,8 @@ def test_what_has_appeared_meanwhile_is_left_as_it_is(tmp_path):
         (("--adapter",), ["--model DIRECTORY"]),
         (("--model", "nowhere"), ["neither an existing directory", "'new'"]),
         (("--model", "cache_of_nothing/"), ["neither an existing directory"]),
+        (("--model", "model/0"), ["does not exist in the directory 'model'"]),
+        (("--model", "run"), ["holds no config.json", "Did you mean 'run/model'?"]),
         (("--data", "nothing*.txt"), ["nothing*.txt"]),
         (("--data", "0.txt"), ["a single document", "Give several files"]),
         (("--data", "chats.jsonl"), ["needs an existing tokenizer", "--model"]),

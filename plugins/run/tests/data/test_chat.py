@@ -511,6 +511,16 @@ def test_an_eos_token_that_the_tokenizer_adds_is_not_added_twice(in_python):
     ("source_format", "value", "reason"),
     [
         ("text", {"texts": "x"}, r"no field 'text'\. .*texts\. Did you mean 'texts'\?.*fields"),
+        (
+            "text",
+            {"messages": build_conversation("a", "b")},
+            r"no field 'text'\. .* Set format: messages, whose fields",
+        ),
+        (
+            "text",
+            {"question": "a", "answer": "b"},
+            r"Set format: prompt_completion, .*{prompt: question, completion: answer}",
+        ),
         ("text", {"text": 3}, "field 'text' holds 3, a int, but must hold a string"),
         ("text", {"text": "a\ud800"}, "an unpaired surrogate"),
         (
@@ -548,5 +558,5 @@ def test_a_chat_template_is_text_or_the_path_of_one():
     assert read_chat_template("{{ messages }}") == "{{ messages }}"
     with pytest.raises(ConfigError, match=r"chat_template: 'no/such.jinja'"):
         read_chat_template("no/such.jinja")
-    with pytest.raises(ConfigError, match=r"the tokenizer has none\. Set chat_template"):
+    with pytest.raises(ConfigError, match=r"the tokenizer has none\. Set data\.chat_template"):
         Encoder(build_tokenizer("llama3", None), "messages")

@@ -15,10 +15,10 @@ from support.commands import leave_launcher
 from meshwright.base.errors import ConfigError, DataError
 from meshwright_run.data import DataConfig, SourceConfig, prepare_data, read_records
 from meshwright_run.data.encoder import Encoder
+from meshwright_run.data.layouts import DataLayout, detect_layout
 from meshwright_run.data.parallel_tokenization import build_tokenization
 from meshwright_run.data.record_errors import RecordErrors
 from meshwright_run.data.tokenizer import train_tokenizer
-from meshwright_run.init_wizard.layouts import DataLayout, detect_layout
 from meshwright_run.run_file import load_run
 from meshwright_testing.models import build_tiny_model
 

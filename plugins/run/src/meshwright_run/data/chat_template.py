@@ -74,7 +74,7 @@ class ChatTemplate:
     def __init__(self, tokenizer: PreTrainedTokenizerBase, template: str | None = None) -> None:
         if template is None and not tokenizer.chat_template:
             raise ConfigError(
-                "conversations need a chat template, but the tokenizer has none. Set chat_template to a Jinja "
+                "conversations need a chat template, but the tokenizer has none. Set data.chat_template to a Jinja "
                 f"template, or to the path of one. Example: {format_docs_link('reference/chat-data.md')}"
             )
         self._tokenizer, self._template = tokenizer, template
@@ -229,8 +229,8 @@ class AnswerExtractor:
             raise DataError(
                 f"{conversation.location}: cannot find where the answer of turn {index + 1} starts: the chat template "
                 f"writes {prompt[common:][:60]!r} when it prompts for the answer, but {text[common:][:60]!r} when the "
-                f"answer is given. Set chat_template to one that marks answers with {{% generation %}} tags, or, if "
-                "this template has an option for it, set chat_template_kwargs in the records."
+                f"answer is given. Set data.chat_template to one that marks answers with {{% generation %}} tags, or, "
+                "if this template has an option for it, set chat_template_kwargs in the records."
             )
         self._check_turns(until, text)
         stop = self._find_answer_end(until, text, len(prompt))

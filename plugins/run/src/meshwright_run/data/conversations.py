@@ -10,6 +10,7 @@ from typing import Any, Literal, NoReturn
 
 from meshwright.plugin import DataError, suggest_match
 
+from .layouts import find_layout
 from .sources import Record
 
 LossOn = Literal["answers", "last_answer", "all"]
@@ -50,10 +51,14 @@ class FieldReader:
         name = self.get_source_name(field)
         if name not in record.fields:
             present = ", ".join(sorted(map(str, record.fields))) or "none"
+            advice = f"Give its name in the source under `fields`, {{{field}: its name}}, or set another format."
+            if (layout := find_layout(record.fields)) is not None:
+                names = ", ".join(f"{standard}: {own}" for standard, own in layout.fields.items())
+                named = f", with fields: {{{names}}}" if names else ""
+                advice = f"Set format: {layout.format}, whose fields these are{named}."
             raise DataError(
                 f"{record.location}: no field {name!r}. Fields of this line: "
-                f"{present}.{suggest_match(name, record.fields)} "
-                f"Give its name in the source under `fields`, {{{field}: its name}}, or set another format."
+                f"{present}.{suggest_match(name, record.fields)} {advice}"
             )
         return record.fields[name]
 

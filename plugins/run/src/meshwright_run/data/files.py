@@ -198,7 +198,11 @@ def _parse_json_line(line: str, where: str) -> Any:
     try:
         return json.loads(line)
     except (ValueError, RecursionError) as error:
-        at = f"{error.msg} at column {error.colno}" if isinstance(error, json.JSONDecodeError) else str(error)
+        at = (
+            f"{error.msg.removesuffix(' at')} at column {error.colno}"
+            if isinstance(error, json.JSONDecodeError)
+            else str(error)
+        )
         advice = " A file that holds one array is a .json file: rename it." if line.lstrip().startswith("[") else ""
         raise DataError(
             f'{where}: not valid JSON ({at}). Each line of a .jsonl file must be one object, such as {{"text": "..."}}.'

@@ -121,7 +121,7 @@ def check_batch_size(batch_size: int, *, data_size: int, micro_batch_size: int) 
     raise ConfigError(
         f"batch_size={batch_size} does not divide into microbatches: {data_size} data ranks x "
         f"micro_batch_size={micro_batch_size} = {unit}. batch_size must be a multiple of {unit}: set it to {allowed}, "
-        "or change micro_batch_size."
+        "or change micro_batch_size or the number of ranks (nproc)."
     )
 
 

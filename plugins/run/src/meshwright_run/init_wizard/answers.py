@@ -29,8 +29,8 @@ from meshwright.plugin import (
 
 from ..data.config import STDLIB, DataConfig, Format, SourceConfig
 from ..data.files import get_file_kind
+from ..data.layouts import DataLayout, detect_layout
 from ..data.sources import resolve_source
-from .layouts import DataLayout, detect_layout
 
 FORMATS: tuple[Format, ...] = get_args(Format)
 NEW_MODEL = "new"
@@ -116,8 +116,16 @@ def check_model(model: str | None, *, is_adapter: bool) -> None:
             f"--model={model!r} is neither an existing directory, nor a hub id (owner/name), nor {NEW_MODEL!r}. Give "
             "one of these."
         )
+    parent = directory.parent
+    if not directory.exists() and is_hub_id(model) and parent.is_dir():
+        raise ModelError(
+            f"--model={model!r} does not exist in the directory {str(parent)!r}."
+            f"{suggest_match(directory.name, [each.name for each in parent.iterdir()])}"
+        )
     if directory.exists() and not (directory / "config.json").is_file():
-        raise ModelError(f"--model={model!r} holds no config.json, so it is not a Hugging Face model directory.")
+        trained = directory / "model"
+        hint = f" Did you mean {str(trained)!r}?" if (trained / "config.json").is_file() else ""
+        raise ModelError(f"--model={model!r} holds no config.json, so it is not a Hugging Face model directory.{hint}")
 
 
 def is_hub_id(model: str) -> bool:

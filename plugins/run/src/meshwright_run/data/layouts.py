@@ -10,10 +10,10 @@ from typing import Any
 
 from meshwright.plugin import DataError, validate_config
 
-from ..data.config import STDLIB, Format, SourceConfig
-from ..data.files import read_file
-from ..data.progress import ReadProgress
-from ..data.sources import resolve_source
+from .config import STDLIB, Format, SourceConfig
+from .files import read_file
+from .progress import ReadProgress
+from .sources import resolve_source
 
 _CONVERSATIONS = ("messages", "conversations", "conversation", "chat", "dialog", "dialogue")
 _MESSAGE_FORMATS: Mapping[Format, tuple[str, str, str]] = {
