@@ -9,8 +9,10 @@ from typing import Any
 import pytest
 import yaml
 
+from meshwright.base.errors import ConfigError
 from meshwright.cli.main import _invoke, build_app
 from meshwright.files.command_helpers import exit_on_error
+from meshwright.files.parsing import apply_assignments
 from meshwright_run.other_names import OTHER_NAMES
 from meshwright_run.run_file import load_run
 from meshwright_run.run_schema import run_schema
@@ -43,6 +45,12 @@ def test_the_answer_to_a_slip_says_what_to_write(
     assert slip["answer"] in error
     assert error.startswith("error: ")
     assert not output
+
+
+@pytest.mark.parametrize("key", ["data.sources.0.files", "data.sources[0].files", "data.sources.files"])
+def test_a_key_into_an_empty_list_is_answered_with_the_whole_list(key: str) -> None:
+    with pytest.raises(ConfigError, match=r"write --set 'data\.sources=\[\{files: x\}\]'"):
+        apply_assignments({"data": {"sources": []}}, [f"{key}=x"])
 
 
 @pytest.mark.parametrize("setting", SLIPS["accepted"])

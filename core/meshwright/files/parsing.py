@@ -248,13 +248,18 @@ def apply_assignments(values: Mapping[str, Any], assignments: Sequence[str]) -> 
         except ValueError as error:
             raise ConfigError(f"--set {assignment!r}: the value is not valid YAML: {error}") from None
         section: Any = changed
-        *parents, last = re.sub(r"\[(\d+)\]", r".\1", key).split(".")
+        *parents, last = _split_key(key)
         for parent in parents:
             if isinstance(section, dict) and section.get(parent) is None:
                 section[parent] = {}
             section = section[_find_key(section, parent, assignment)]
         section[_find_key(section, last, assignment)] = value
     return changed
+
+
+def _split_key(key: str) -> list[str]:
+    """Return the parts of a dotted key; `a[0].b` is `a.0.b`."""
+    return re.sub(r"\[(\d+)\]", r".\1", key).split(".")
 
 
 def _find_key(section: Any, key: str, assignment: str) -> Any:
@@ -266,12 +271,15 @@ def _find_key(section: Any, key: str, assignment: str) -> Any:
     if not key.isdecimal() or int(key) >= len(section):
         count = len(section)
         elements = f"it has {count} element{'s' if count > 1 else ''}, 0" + (f" to {count - 1}" if count > 1 else "")
-        path, _, value = assignment.partition("=")
-        replaced, _, inner = path.partition(f".{key}")
-        example = f"{{{inner.lstrip('.')}: {value}}}" if inner else value
+        path, _, example = assignment.partition("=")
+        parts = _split_key(path)
+        position = parts.index(key)
+        for inner in reversed(parts[position + key.isdecimal() :]):
+            example = f"{{{inner}: {example}}}"
         raise ConfigError(
             f"--set {assignment!r}: {key!r} selects an element of a list, but "
-            f"{elements if section else 'it is empty'}. To replace the list, write --set '{replaced}=[{example}]'."
+            f"{elements if section else 'it is empty'}. To replace the list, write --set "
+            f"'{'.'.join(parts[:position])}=[{example}]'."
         )
     return int(key)
 

@@ -7,6 +7,9 @@ torchtitan, NeMo Automodel, accelerate, Lightning and Megatron-LM.
 from __future__ import annotations
 
 from collections.abc import Mapping
+from typing import get_args
+
+from .data.config import Format
 
 _NAMES = {
     "optimizer.lr": "learning_rate lr",
@@ -87,8 +90,8 @@ SHORT_FORMS: Mapping[str, str] = {
     "model": "model.path={}",
     "optimizer": "optimizer.name={}",
     "schedule": "schedule.name={}",
-    "data": "'data.sources=[{{files: {0}, format: FORMAT}}]', with one of the formats text, messages, sharegpt, "
-    "prompt_completion, alpaca, preference and tokens; `meshwright init --data {0}` detects it",
+    "data": "'data.sources=[{{files: {0}, format: FORMAT}}]', with one of the formats "
+    f"{', '.join(get_args(Format))}; `meshwright init --data {{0}}` detects it",
 }
 """By section, what to write for a text in its place."""
 NO_EVALUATION = "null does not switch evaluation off; data.eval_fraction=0 holds no data out, so nothing is evaluated"
