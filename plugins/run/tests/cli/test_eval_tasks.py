@@ -20,6 +20,11 @@ TASKS = {
         "doc_to_target": "answer",
         "metric_list": [{"metric": "acc"}],
     },
+    "target": {
+        "output_type": "loglikelihood",
+        "doc_to_target": " {{choices[answer]}}",
+        "metric_list": [{"metric": "perplexity"}],
+    },
     "words": {
         "output_type": "loglikelihood_rolling",
         "doc_to_target": "{{text}}",
@@ -78,7 +83,7 @@ def test_tasks_have_the_metrics_of_the_harness_in_any_layout(
     directory: Path, expected: dict[str, dict[str, float]], layout: str
 ) -> None:
     options = [each for value in layout.split() for each in ("--set", value)]
-    metrics = {"parity": "acc", "words": "word_perplexity", "continued": "exact_match"}
+    metrics = {"parity": "acc", "target": "perplexity", "words": "word_perplexity", "continued": "exact_match"}
     if "pp" in layout or "cp" in layout:
         del metrics["continued"]  # it generates
     found = evaluate(directory, metrics, *options)
